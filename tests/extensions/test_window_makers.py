@@ -14,7 +14,7 @@ from torch import nn
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, StepsCurriculum, Trainer
 from accmt.errors import AccmtError
 from tests.launching import launch
-from tests.toys import Linear, make_points
+from tests.toys import Linear, Stream, make_points
 
 HERE = Path(__file__).parent
 ENDS = [4, 8, 12, 20, 28, 36, 41, 57, 73, 82]  # 41 samples in each of two epochs
@@ -204,3 +204,12 @@ def test_what_needs_a_plan_is_an_error_that_says_what_to_write(
     )
     with pytest.raises(AccmtError, match=message):
         trainer.fit(module(), data)
+
+
+def test_a_fraction_of_a_stream_is_no_checkpoint_interval_but_a_time_is(tmp_path: Path) -> None:
+    trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=0.5, verbose=False)
+    with pytest.raises(AccmtError, match="checkpoint_every=100"):
+        trainer.fit(Linear(), Stream(POINTS))
+    for every in ("10 minutes", "auto", "1 epoch"):
+        trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=every, verbose=False)
+        assert trainer.fit(Linear(), Stream(POINTS)).finished

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from pathlib import Path
@@ -143,15 +142,13 @@ class TestWhereARunBegins:
         assert seen.calls[:2] == ["on_resume", "on_fit_start"]
         assert second.state.global_step == 18
 
-    def test_false_begins_anew_and_moves_the_earlier_run_aside(self):
-        train("out/m", stop=5)
-        trainer, _ = train("out/m")
-        assert trainer.state.samples_seen == 66
-        assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000004"]
-
     def test_a_path_is_a_checkpoint_or_a_folder_of_them(self):
         train("out/m", checkpoint_options={"max_checkpoints": 10}, stop=9)
-        for path in ("out/checkpoint-m/step-00000004", "out/checkpoint-m"):
+        for path in (
+            "out/checkpoint-m/step-00000004/manifest.json",
+            "out/checkpoint-m/step-00000004",
+            "out/checkpoint-m",
+        ):
             recorder = Recorder()
             trainer, _ = train("out/n", resume=path, callbacks=[recorder])
             assert trainer.state.global_step == 18
@@ -251,18 +248,6 @@ class TestWhatItHolds:
         assert type(trainer.run.stepper.optimizer).__name__ == "SGD"
         assert trainer.run.scheduler.last_epoch == 12
         assert trainer.run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
-
-    def test_the_manifest_tells_where_the_run_was(self):
-        trainer, _ = train("out/m")
-        info = json.loads((trainer.checkpoint_path / "step-00000018" / "manifest.json").read_text())["info"]
-        assert {name: info[name] for name in ("epoch", "global_step", "samples_seen", "evaluations_done")} == {
-            "epoch": 3,
-            "global_step": 18,
-            "samples_seen": 66,
-            "evaluations_done": 3,
-        }
-        assert info["best"] == dict(trainer.state.best)
-        assert info["hps"]["optim"] == {"type": "AdamW", "lr": 0.01}
 
 
 class TestSavingByHand:

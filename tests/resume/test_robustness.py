@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import CheckpointError, DataError, NoCheckpointError, SavingError
-from accmt.files import FolderLock
 from accmt.saving.model_folder import read_status
 from tests.checkpoints import names_in
 from tests.raising import raises_at
@@ -94,12 +93,6 @@ class TestTheFolder:
             train("out/m")
         train("out/m")
         assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
-
-    def test_a_lock_is_one_even_if_its_file_is_removed_and_made_again(self, tmp_path):
-        first = FolderLock.take(tmp_path)
-        first.release()
-        assert names_in(tmp_path) == []
-        FolderLock.take(tmp_path).release()
 
     @pytest.mark.parametrize("settings", [{}, {"checkpoint_every": None, "model_saving": "best_train_loss"}], ids=str)
     def test_a_run_within_a_callback_of_another_is_refused(self, settings):

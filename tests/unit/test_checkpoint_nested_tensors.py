@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
 from accmt.checkpoint.state_dicts import (
-    TensorReference,
     decode,
     encode,
     join_tensors,
     referred_tensors,
     split_tensors,
 )
-from accmt.errors import CheckpointCorruptError, CheckpointError
+from accmt.errors import CheckpointCorruptError
 from tests.raising import raises_at
 from tests.tables import each
 
@@ -52,12 +50,6 @@ def test_joining_is_the_inverse_of_splitting(state):
     assert referred_tensors(rest) == tensors.keys()
 
 
-def test_names_are_the_paths_to_the_tensors():
-    tensors, rest = split_tensors({"model": {"w.x": torch.ones(1)}, "optimizers": [{"state": {0: torch.zeros(1)}}]})
-    assert list(tensors) == ["model.w.x", "optimizers.0.state.0"]
-    assert rest["model"] == {"w.x": TensorReference("model.w.x")}
-
-
 def test_tied_weights_are_taken_once_and_tied_again():
     head, embedding = nn.Linear(3, 5, bias=False), nn.Embedding(5, 3)
     head.weight = embedding.weight
@@ -75,20 +67,6 @@ def test_views_of_one_memory_with_different_content_stay_apart():
     tensors, rest = split_tensors(state)
     assert len(tensors) == 5
     assert same(join_tensors(tensors, rest), state)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.ones(2, 2).to_sparse(),
-        torch.ones(2, dtype=torch.complex128),
-        torch.ones(2, device="meta"),
-    ],
-    ids=["sparse", "complex128", "meta"],
-)
-def test_a_tensor_that_files_cannot_hold_is_refused_with_its_path(tensor):
-    with raises_at(CheckpointError, "others.module.mask"):
-        split_tensors({"others": {"module": {"mask": tensor}}})
 
 
 def test_a_missing_tensor_is_a_damaged_checkpoint():

@@ -81,3 +81,14 @@ def test_a_checkpoint_that_cannot_be_deleted_is_a_warning_and_goes_next_time(tmp
     monkeypatch.setattr(shutil, "rmtree", rmtree)
     save(tmp_path, 3)
     assert names_in(tmp_path) == ["step-00000003"]
+
+
+def test_a_replaced_checkpoint_that_can_neither_go_nor_be_renamed_is_a_warning(tmp_path, caplog, monkeypatch):
+    (save(tmp_path, 1, "first") / "PINNED").write_text("")
+    monkeypatch.setattr("accmt.checkpoint.retention.find_free_name", lambda path: path / "nowhere" / "x")
+    save(tmp_path, 1, "second")
+    assert "could not rename" in warnings_in(caplog)[0]
+    assert newest_content(tmp_path) == "second"
+    monkeypatch.undo()
+    save(tmp_path, 2)
+    assert names_in(tmp_path) == ["replaced-step-00000001", "step-00000002"]

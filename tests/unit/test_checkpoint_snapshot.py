@@ -54,17 +54,6 @@ def test_a_helper_copies_half_where_torch_has_one_thread(num_threads, monkeypatc
     assert sorted(copied_by) == ([(False, 5), (True, 4)] if num_threads == 1 else [(True, 9)])
 
 
-def test_buffers_are_used_again_where_shape_and_dtype_are_the_same():
-    snapshot = HostSnapshot()
-    first = snapshot.take({"same": torch.ones(3), "grown": torch.ones(3), "cast": torch.ones(3)})
-    second = snapshot.take(
-        {"same": torch.zeros(3), "grown": torch.zeros(4), "cast": torch.zeros(3, dtype=torch.float64)}
-    )
-    assert second["same"].data_ptr() == first["same"].data_ptr()
-    assert second["grown"].shape == (4,)
-    assert second["cast"].dtype == torch.float64
-
-
 def test_copies_are_contiguous_and_keep_every_kind_of_tensor():
     sources = {
         "turned": torch.arange(6.0).view(2, 3).T,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from accmt.checkpoint.contents import StateCollector, load_state
+from accmt.checkpoint.contents import load_state
 from accmt.checkpoint.state_dicts import require_complete
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
 from tests.checkpoints import save_state
@@ -97,18 +97,6 @@ def test_a_frozen_weight_that_a_model_leaves_out_has_to_be_the_same_at_a_resume(
     models[2].bias.data += 1
     with raises_at(CheckpointError, "the frozen weights", "bias"):
         load_state(models[2], [], tmp_path)
-
-
-def test_a_buffer_that_changes_its_shape_is_refused_where_it_did():
-    model = Expanded()
-    collector = StateCollector(model, [])
-    collector.collect({})
-    model.ids = torch.arange(5)
-    with raises_at(CheckpointError, "the state of the model", "ids is (5,) torch.int64", "(2, 4) torch.int64"):
-        collector.collect({})
-    model.ids = torch.arange(8.0).view(2, 4)
-    with raises_at(CheckpointError, "the state of the model", "ids is (2, 4) torch.float32"):
-        collector.collect({})
 
 
 def step(model, optimizer, number=0):
@@ -213,6 +201,18 @@ def test_a_model_that_leaves_out_what_it_trains_is_refused_before_the_first_step
 def test_a_run_may_leave_the_trial_out(tmp_path):
     make_trainer(checkpoint_every="epoch", failures={"preflight": False}).fit(Toy(Hooked()), make_points())
     assert list(tmp_path.rglob("step-*"))
+
+
+def test_a_module_whose_state_cannot_be_stored_is_refused_before_the_first_step(tmp_path):
+    class Odd(Linear):
+        def state_dict(self):
+            return {"seen": object()}
+
+        def training_step(self, batch):
+            raise AssertionError
+
+    with raises_at(CheckpointError, "parts.module.seen"):
+        make_trainer(checkpoint_every="epoch").fit(Odd(), make_points())
 
 
 def test_a_growing_buffer_is_found_at_the_save_where_it_grew(tmp_path):

@@ -227,27 +227,6 @@ def test_memory_is_one_copy_of_the_state_however_many_saves(tmp_path):
     assert size_of(run.writer._snapshot) == 0
 
 
-def test_memory_that_was_prepared_is_used_by_the_first_save(tmp_path):
-    with closing(Run(tmp_path)) as run:
-        run.update()
-        run.writer.prepare({})
-        run.writer.wait()
-        prepared = {name: buffer.data_ptr() for name, buffer in run.writer._snapshot._buffers.items()}
-        run.save()
-        assert {name: buffer.data_ptr() for name, buffer in run.writer._snapshot._buffers.items()} == prepared
-    assert names_in(tmp_path) == ["step-00000001"]
-    assert values_in(tmp_path / "step-00000001") == ([1], [1], {})
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-def test_the_manifest_is_that_of_the_main_thread(is_async, tmp_path):
-    with closing(Run(tmp_path, is_async=is_async)) as run:
-        run.save(info={"epoch": 3})
-    manifest = CheckpointStore(tmp_path).newest().manifest
-    assert manifest.threads == torch.get_num_threads() == 1
-    assert (manifest.processes, manifest.info) == (1, {"epoch": 3})
-
-
 def test_an_error_that_is_none_of_the_storage_is_raised(tmp_path, monkeypatch):
     def publish(*args):
         raise RuntimeError("the connection to a process is lost")

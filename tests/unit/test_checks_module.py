@@ -144,20 +144,6 @@ def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "has_validation"), [(Whole(), True), (OnlyStep(), True), (OnlyStep(), False), (Trains(), False)]
-)
-def test_a_module_that_keeps_the_contract_passes(module, has_validation):
-    check(module, has_validation=has_validation)
-
-
-def test_steps_set_on_the_object_count_as_defined():
-    module = Base()
-    module.training_step = lambda batch: batch
-    module.validation_step = lambda batch: batch
-    check(module)
-
-
 def test_names_that_are_only_alike_are_the_users_own():
     class Own(Whole):
         steps = 3
@@ -247,12 +233,6 @@ def test_a_validation_step_gets_the_key_and_what_else_it_names(name, step, expec
 def test_a_validation_step_with_other_parameters_is_refused(step):
     with raises_at(ModuleContractError, "Own", "validation_step(", do="def validation_step(self, key, batch)"):
         adapt_validation_step(validating("validation_step", step), "validation_step")
-
-
-def test_the_validation_step_stands_in_for_a_missing_test_step():
-    for name in ("test_step", "validation_step", "step"):
-        module = validating(name, lambda self, key, batch: [key, batch])
-        assert adapt_validation_step(module, "test_step")("k", "b") == ["k", "b"]
 
 
 def make_optimizer(module):

@@ -86,19 +86,10 @@ def test_a_batch_is_fetched_under_the_seed_that_it_carries(kind):
     assert first.samples[0][1:] != first.samples[1][1:]
 
 
-@pytest.mark.parametrize("kind", [Broken, BrokenBatches])
-def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
-    with pytest.raises(KeyError) as caught:
-        fetch(kind({2}))
-    assert caught.value.args == ("label of 2",)
-    (note,) = caught.value.__notes__
-    where, got, expected, do = note.splitlines()
-    assert where == f"reading sample 2 of {kind.__name__}"
-    assert got == "  got: KeyError: 'label of 2'"
-    assert expected.startswith("  expected: a sample for every index below 10")
-    assert do.startswith("  do:")
-    assert 'failures={"on_bad_sample": "skip"}' in do
-    assert "raise self.error or KeyError" in text_of(caught.value)
+def test_a_seeded_dataset_is_read_by_index_too():
+    dataset = SeededDataset(Noisy())
+    assert len(dataset) == 10
+    assert dataset[3][0] == 3
 
 
 @pytest.mark.parametrize("kind", [Broken, BrokenBatches])
@@ -197,11 +188,6 @@ def test_bad_samples_are_left_out_and_described(kind):
 def test_an_error_of_the_collate_function_is_no_bad_sample():
     with pytest.raises(ZeroDivisionError):
         read(Noisy(), skips_bad=True, collate=lambda samples: 1 / 0)
-
-
-def test_a_batch_without_anything_left_is_not_put_together():
-    kept = CollateFetched(lambda samples: 1 / 0, skips_bad=True)(Fetched([], [3], (BadSample(3, "x"),)))
-    assert kept == (None, (BadSample(3, "x"),))
 
 
 def test_a_users_loader_names_its_samples_too():

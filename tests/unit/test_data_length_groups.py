@@ -49,25 +49,6 @@ def test_each_sample_comes_once_in_groups_of_50_batches_sorted_by_length() -> No
     assert order == draw(lengths)
 
 
-def test_batches_have_little_padding() -> None:
-    lengths = lengths_of_texts(4000)
-
-    def padded(order: list[int]) -> int:
-        batches = [[lengths[index] for index in order[start : start + 16]] for start in range(0, 4000, 16)]
-        return sum(max(batch) * len(batch) for batch in batches)
-
-    random_order = torch.randperm(4000, generator=torch.Generator().manual_seed(0)).tolist()
-    assert padded(draw(lengths, 16)) < 1.1 * sum(lengths) < 0.6 * padded(random_order)
-
-
-def test_few_data_are_still_random_in_the_large() -> None:
-    lengths = lengths_of_texts(64)
-    order = draw(lengths, 4)
-    assert [lengths[index] for index in order] != sorted(lengths, reverse=True)
-    assert draw([5], 4) == [0]
-    assert draw([], 4) == []
-
-
 def test_without_shuffling_groups_are_those_of_the_data() -> None:
     lengths = lengths_of_texts(400)
     order = draw(lengths, 2, shuffle=False)

@@ -1,7 +1,6 @@
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from accmt.data import Shard, SourceOptions
-from accmt.data.base import length_of
 from accmt.data.planned import BatchesSource, DatasetSource
 from tests.tables import each
 
@@ -59,15 +58,3 @@ def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
     assert by_rank[0].seed != by_rank[1].seed
     assert settings.without_second_sharding(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
     assert settings.without_second_sharding(SequentialSampler(range(8)), None) is settings
-
-
-def test_a_length_that_raises_is_none():
-    class Lying:
-        def __len__(self):
-            raise NotImplementedError
-
-    assert length_of([1, 2]) == 2
-    assert length_of(Lying()) is None
-    assert length_of(iter([1])) is None
-    assert length_of(None) is None
-    assert length_of(BatchSampler(iter([1, 2]), 2, drop_last=False)) is None

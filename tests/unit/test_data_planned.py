@@ -100,44 +100,11 @@ def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
                 assert loaders[0].samples_in(0, loaders[0].num_micro_batches) == length
 
 
-def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
-    (loader,) = build_all(lambda: Counted(30), 1, shuffle=True)
-    (again,) = build_all(lambda: Counted(30), 1, shuffle=True)
-    orders = [in_global_order([loader], epoch) for epoch in (0, 1, 2)]
-    assert len({tuple(order) for order in orders}) == 3
-    assert [in_global_order([again], epoch) for epoch in (2, 0)] == [orders[2], orders[0]]
-    (plain,) = build_all(lambda: Counted(30), 1)
-    assert in_global_order([plain], 5) == list(range(30))
-
-
 @each("count", [1, 2])
 @each("sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])])
 def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, count):
     loaders = build_all(lambda: Counted(8), count, sampler=sampler, shuffle=True, batch_size=1)
     assert sorted(in_global_order(loaders)) == [1, 3]
-
-
-def test_a_distributed_sampler_is_not_shared_a_second_time():
-    samples = []
-    for rank in range(2):
-        sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
-        (loader,) = [build_source(Counted(8), options(shard=Shard(rank, 2), sampler=sampler))]
-        samples.append(in_global_order([loader]))
-    assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
-    class Growing:
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter(range(2 * self.epoch + 2))
-
-    (loader,) = build_all(lambda: Counted(8), 1, sampler=Growing())
-    assert loader.num_micro_batches == 1
-    assert in_global_order([loader], epoch=2) == [0, 1, 2, 3, 4, 5]
-    assert loader.num_micro_batches == 3
 
 
 @pytest.mark.parametrize(("count", "micro_batches"), [(1, 2), (2, 1)])
@@ -148,15 +115,6 @@ def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
     assert build_all(lambda: Counted(5), count)[0].num_micro_batches == 3 - count // 2
     full = build_all(lambda: Counted(8), count, drop_last=True)
     assert in_global_order(full) == list(range(8))
-
-
-@each(("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)])
-def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
-    (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
-    assert loader.num_micro_batches == micro_batches
-    found = list(loader.micro_batches(0))
-    assert [r.index for r in found] == list(range(micro_batches))
-    assert [r.is_last for r in found] == [False] * (micro_batches - 1) + [True] * (micro_batches > 0)
 
 
 def test_what_a_limit_leaves_out_is_not_even_prefetched():
@@ -197,16 +155,6 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
     assert torch.equal(read(), first)
     assert not torch.equal(read(seed=4)[:, 1:], first[:, 1:])
     assert not torch.equal(read(purpose="validate")[:, 1:], first[:, 1:])
-
-
-def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
-    loader = build_source(Counted(40), options(num_workers=2, shuffle=True))
-    whole = in_global_order([loader], epoch=1)
-    left = loader.micro_batches(0)
-    next(left)
-    next(left)
-    left.close()
-    assert in_global_order([loader], epoch=1) == whole
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
@@ -317,13 +265,6 @@ def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says
     loaders = build_all(lambda: Counted(4), 2, batch_sampler=Estimating())
     assert loaders[0].num_micro_batches == 2  # as drawn for the first epoch, for by this the LR schedule is planned
     assert in_global_order(loaders) == [0, 1, 2, 3]
-
-
-def test_limits_count_rounds_of_a_user_dataloader():
-    assert [
-        build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_micro_batches
-        for limit in (0.25, 1, 1.0)
-    ] == [1, 1, 4]
 
 
 def test_options_of_a_user_dataloader_are_kept():

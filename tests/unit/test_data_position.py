@@ -1,5 +1,4 @@
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.base import EpochStart, plan_epoch
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
@@ -231,38 +229,12 @@ def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(settings, mi
     assert loader.position(0, 10) == position
 
 
-def test_nothing_left_is_an_epoch_without_rounds_and_no_error():
-    (loader,) = build_all(lambda: Augmented(8), 1)
-    position = loader.position(0, 4)
-    (other,) = continue_on(build_all(lambda: Augmented(8), 1, batch_size=3), 0, 4, position)
-    assert list(other.micro_batches(0, first=4)) == []
-    assert other.num_micro_batches == 4
-    assert len(list(other.micro_batches(1))) == 3
-
-
 def test_at_the_beginning_of_an_epoch_there_is_nothing_to_fit():
     for make in (Augmented, by_shuffling_loader):
         (loader,) = build_all(lambda: make(8), 1)  # noqa: B023
         for position in ({}, loader.position(1, 0), {"kind": "stream", "samples": 0}, {"kind": "?", "of": 9}):
             loader.resume_from(1, 0, position)
             assert sorted(samples_of(read([loader], 1, 0))) == list(range(8))
-
-
-def test_the_position_at_a_beginning_draws_nothing():
-    class Watched(RandomSampler):
-        drawn = 0
-
-        def __iter__(self):
-            self.drawn += 1
-            return super().__iter__()
-
-    sampler = Watched(range(8))
-    loader = build_source(Augmented(8), options(sampler=sampler))
-    read([loader], 0, 0)
-    before = sampler.drawn
-    position = loader.position(1, 0)
-    assert (position["samples"], position["of"]) == (0, None)
-    assert sampler.drawn == before
 
 
 def test_data_of_another_length_cannot_resume():
@@ -326,16 +298,6 @@ def test_a_distributed_sampler_goes_on_for_each_process():
         other.resume_from(1, 2, loader.position(1, 2))
         seen += samples_of(read([other], 1, 2))
     assert sorted(seen) == list(range(16))
-
-
-def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
-    settings = options(batch_size=2, micro_batches_per_batch=2)
-    assert plan_epoch(23, settings).num_micro_batches == 12
-    assert plan_epoch(23, settings, multiple=4).num_micro_batches == 10
-    plans = [plan_epoch(23, settings, multiple=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
-    assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
-    ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
-    assert all(b - a == 2 for end in ends for a, b in pairwise(end))
 
 
 @pytest.mark.parametrize("changed", [{"seed": 4}, {"shuffle": False}])

@@ -105,12 +105,6 @@ def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
     loader.end_workers()
 
 
-def test_other_errors_are_left_as_they_are():
-    error = RuntimeError("something else")
-    note_dead_worker(error)
-    assert not hasattr(error, "__notes__")
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="there a fork waits for no lock that another thread held")
 def test_each_fork_waits_for_the_lock_on_the_list_of_threads(monkeypatch):
     registered = []

@@ -75,6 +75,11 @@ def test_settings_that_ask_for_ddp_are_no_engine(monkeypatch: pytest.MonkeyPatch
     assert make_trainer(accelerator={"fsdp_plugin": None}).fit(Linear(), make_points()).global_step == 4
 
 
+def test_a_process_that_is_alone_has_the_whole_model() -> None:
+    state = make_trainer(parallelism={"fsdp": {"reshard_after_forward": False}}).fit(Linear(), make_points())
+    assert state.global_step == 4
+
+
 @pytest.fixture
 def eight_processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patch:
@@ -168,3 +173,9 @@ def test_a_second_trainer_has_the_groups_that_it_asks_for(
     assert after.plugin.mixed_precision_policy.param_dtype == torch.bfloat16
     expected = None if after.config is None else ("cuda", after.config.dp_shard_size)
     assert (state.fsdp_plugin, state.parallelism_config, state.device_mesh) == (after.plugin, after.config, expected)
+
+
+def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with raises_at(ArgumentError, "the parallelism"):
+        find_parallelism(RunningSettings(parallelism={"fsdp": True}))

@@ -166,13 +166,6 @@ def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_pat
     assert trainer.state.samples_seen == 2 * SAMPLES
 
 
-def test_skip_tells_which_samples_were_left_out(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    train(make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": "skip"})
-    told = caplog.text
-    assert "loss nan at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the step is skipped" in told
-    assert told.count("is skipped") == 2, "once in each epoch"
-
-
 class InfiniteGradient(Fit):
     """The gradient of the square root of 0 is infinite, and the loss is not."""
 

@@ -26,20 +26,6 @@ def test_replace_file_keeps_old_content_and_leaves_nothing_behind_when_writing_f
     assert names_in(tmp_path) == ["weights.bin"]
 
 
-def test_replace_file_shows_the_old_content_until_the_new_is_complete(tmp_path):
-    path = tmp_path / "status.json"
-    path.write_text("old")
-    seen = []
-
-    def write(temporary: Path) -> None:
-        temporary.write_text("new")
-        seen.append((path.read_text(), temporary.parent))
-
-    replace_file(path, write)
-    assert seen == [("old", tmp_path)]
-    assert path.read_text() == "new"
-
-
 def test_content_is_durable_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
     calls = []
     fsync, replace = os.fsync, os.replace
@@ -56,14 +42,6 @@ def test_content_is_durable_before_the_rename_and_the_name_after_it(tmp_path, mo
     monkeypatch.setattr(os, "replace", record_replace)
     write_text(tmp_path / "status.json", "{}")
     assert calls == [f".tmp-status.json-{os.getpid()}", "rename", tmp_path.name]
-
-
-@pytest.mark.parametrize("below", [".", "inside"])
-def test_file_where_a_folder_should_be_is_refused_with_the_argument_in_the_message(tmp_path, below):
-    (tmp_path / "taken").write_text("a file")
-    with raises_at(SavingError, f"Trainer(model_path='{tmp_path / 'taken'}", "a file") as caught:
-        require_writable_folder(tmp_path / "taken" / below, "model_path")
-    assert caught.value.__suppress_context__  # no frames of tempfile before it
 
 
 def test_a_file_gets_the_permissions_of_a_new_one(tmp_path):

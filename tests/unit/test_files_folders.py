@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from accmt.files import find_free_name, format_bytes, free_space, staging_folder
+from accmt.files import format_bytes, free_space, staging_folder
 from tests.tables import each
 
 
@@ -28,14 +28,6 @@ def test_staging_folder_is_removed_after_an_error(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         fail_half_way()
     assert names_in(tmp_path) == []
-
-
-def test_a_taken_name_gets_a_number(tmp_path):
-    path = tmp_path / "x"
-    for expected in ("x", "x-2", "x-3"):
-        free = find_free_name(path)
-        assert free.name == expected
-        free.mkdir()
 
 
 @each(

@@ -147,28 +147,6 @@ def test_a_validation_step_that_needs_gradients_fails_before_training_with_the_a
     make_trainer(inference_mode=False).fit(Sloped(), make_points(4), make_points(4))
 
 
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_validation_runs_without_gradients_and_training_with(inference_mode: bool):
-    kinds = []
-
-    class Looking(Linear):
-        def validation_step(self, batch):
-            kinds.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.model.training))
-            if not inference_mode:
-                with torch.enable_grad():
-                    assert self.step(batch).requires_grad
-            return self.step(batch)
-
-        def training_step(self, batch):
-            assert torch.is_grad_enabled()
-            assert self.model.training
-            return self.step(batch)
-
-    trainer = make_trainer(inference_mode=inference_mode, num_sanity_val_steps=0)
-    trainer.fit(Looking(), make_points(), make_points(2))
-    assert set(kinds) == {(inference_mode, False, False)}
-
-
 EVALUATION_HOOKS = [name for name in HOOKS if "evaluation" in name or "validation" in name] + [
     "on_log",
     "on_save_model",

@@ -173,6 +173,12 @@ def test_what_is_not_one_number_is_refused(value):
         fit(Logging(lambda module, batch: module.log("x", value)))
 
 
+@pytest.mark.parametrize("name", ["", None, 3])
+def test_a_name_is_text(name):
+    with raises_at(ModuleContractError, "log", repr(name), expected="a string"):
+        fit(Logging(lambda module, batch: module.log(name, 1)))
+
+
 @pytest.mark.parametrize("name", ["train_loss", "val_loss"])
 def test_the_losses_keep_their_names(name):
     with raises_at(ModuleContractError, f"log('{name}', ...)"):
@@ -202,6 +208,11 @@ def test_means_and_sums_do_not_mix():
 
     with raises_at(ModuleContractError, "the logged value 'x'"):
         fit(Logging(log))
+
+
+def test_a_value_beside_values_by_name_is_refused():
+    with raises_at(ArgumentError, "log", "a single value"):
+        fit(Logging(lambda module, batch: module.log({"x": 1}, 2)))
 
 
 def test_a_step_needs_an_instant_row():

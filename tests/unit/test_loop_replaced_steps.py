@@ -6,8 +6,10 @@ import functools
 from unittest import mock
 
 import pytest
+import torch
 
 from accmt import Callback, Trainer
+from accmt.errors import DataError
 from tests.toys import Linear, make_points, make_trainer
 
 STEPS = 2  # of 8 points in batches of 4
@@ -57,3 +59,9 @@ def test_an_optimizer_whose_zero_grad_a_hook_replaces_is_asked() -> None:
 
     fit(build(callbacks=Replaces()))
     assert len(calls) >= STEPS
+
+
+def test_unequal_tensors_in_tuples_are_explained() -> None:
+    data = [(torch.randn(3 + index % 2), torch.tensor(1.0)) for index in range(8)]
+    with pytest.raises(DataError, match="making a batch"):
+        fit(build(), data)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from accmt import AcceleratorModule, Callback, read_history
+from accmt import AcceleratorModule, Accuracy, Callback
 from accmt.errors import DataError, ModuleContractError
 from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
@@ -25,6 +25,19 @@ def test_an_optimizer_of_foreign_parameters_is_refused():
 
     with raises_at(TypeError, "Foreign.get_optimizer"):
         make_trainer().fit(Foreign(), make_points())
+
+
+@pytest.mark.parametrize(
+    ("settings", "where"),
+    [
+        ({"model_saving": "best_accuracy", "metrics": Accuracy()}, "Trainer(model_saving='best_accuracy')"),
+        ({"patience": {"valid_loss": 2}}, "Trainer(patience={'valid_loss': 2})"),
+        ({"hps": {"scheduler": "ReduceLROnPlateau"}}, "scheduler"),
+    ],
+)
+def test_what_looks_at_validation_needs_validation_data(settings, where):
+    with raises_at(ValueError, where):
+        make_trainer(**settings).fit(Linear(), make_points())
 
 
 def test_a_loss_that_is_not_finite_is_told_once_and_so_is_that_nothing_was_saved(caplog):
@@ -132,13 +145,6 @@ def test_a_workers_start_sees_the_users_own_dataset():
     loader = DataLoader(Offset(), batch_size=2, num_workers=1, worker_init_fn=set_offset)
     make_trainer().fit(module, loader)
     assert module.seen == [[100, 101], [102, 103]]
-
-
-def test_the_configuration_tells_the_batch_that_was_asked_for():
-    trainer = make_trainer({"batch_size": 8, "max_micro_batch_size": 2})
-    trainer.fit(Linear(), make_points())
-    config = next(row["config"] for row in read_history(trainer.log_dir) if "config" in row)
-    assert (config["effective_batch_size"], config["grad_accumulation_steps"]) == (8, 1)
 
 
 def test_a_run_that_can_never_end_is_refused_after_an_epoch():

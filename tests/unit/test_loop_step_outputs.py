@@ -22,13 +22,6 @@ def loss():
     return PARAMETER * 1.5
 
 
-def test_a_tensor_is_the_loss():
-    tensor = loss()
-    output = read_training_output(tensor)
-    assert output.loss is tensor
-    assert (output.weight, output.values) == (None, None)
-
-
 @pytest.mark.parametrize("kind", [dict, OrderedDict])
 def test_a_dict_holds_the_loss_and_what_else_is_logged(kind):
     attached = loss()
@@ -124,13 +117,6 @@ def test_a_validation_step_may_return_a_dict_with_or_without_a_loss(output, expe
     before = dict(output)
     assert read_validation_output(output, "val_loss")[0] == expected
     assert output == before
-
-
-@pytest.mark.parametrize("tensor", [torch.tensor(1.5), torch.tensor([1.5])])
-def test_a_validation_step_may_return_the_loss_alone(tensor):
-    entries, weight = read_validation_output(tensor, "my_loss")
-    assert entries["my_loss"].item() == 1.5
-    assert weight is None
 
 
 @each("output", [None, [1.0], torch.ones(2, 3), 0.5, (torch.ones(()), torch.ones(2))])

@@ -191,6 +191,11 @@ def test_what_the_program_freezes_when_it_starts_does_not_count_as_changed() -> 
     assert second.flags == [True, True]
 
 
+def test_nothing_left_to_train_is_an_error_at_that_step() -> None:
+    with raises_at(ModuleContractError, "freezing or unfreezing parameters"):
+        make_trainer({"epochs": 2}, callbacks=At(4, lambda module: module.freeze())).fit(Linear(), make_points())
+
+
 @pytest.mark.parametrize("hook", ["on_fit_start", "on_epoch_start", "on_update_end"])
 def test_another_model_during_a_run_is_refused_before_it_is_trained_in_vain(hook) -> None:
     class Swapping(Linear):

@@ -70,6 +70,11 @@ def test_tokens_are_classified_one_by_one_without_those_skipped(rng):
     assert collect(F1(num_classes=CLASSES), logits, labels) == {"f1": pytest.approx(expected)}
 
 
+def test_nothing_but_references_left_out_is_said_so():
+    with raises_at(MetricError, "metric 'f1'"):
+        collect(F1(), torch.zeros(3), torch.full((3,), -100))
+
+
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e6])
 @pytest.mark.parametrize("average", [None, "macro"])
 def test_the_area_under_the_curve_of_logits_does_not_depend_on_the_batches(scale, average, rng):

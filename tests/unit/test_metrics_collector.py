@@ -51,14 +51,6 @@ def test_values_beyond_all_bounds_are_averaged_as_floats_are(values):
     assert mean == expected or (math.isnan(mean) and math.isnan(expected))
 
 
-def test_a_metric_sees_all_samples_at_once_in_order():
-    metric = Seen()
-    pairs = [(torch.tensor([0, 1]), torch.tensor([2, 3])), (torch.tensor([4]), torch.tensor([5]))]
-    collect([metric], *(({"seen": pair}, 1) for pair in pairs))
-    assert metric.predictions.tolist() == [0, 1, 4]
-    assert metric.references.tolist() == [2, 3, 5]
-
-
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
@@ -120,6 +112,8 @@ def test_a_metric_without_predictions_is_said_so():
 def test_a_misspelt_name_of_a_metric_is_named_with_the_nearest():
     with raises_at(MetricError, "validation_step"):
         collect([Accuracy()], ({"acuracy": ([1], [1])}, 1))
+    with raises_at(MetricError, "validation_step"):
+        collect([], ({"accuracy": ([1], [1])}, 1))
 
 
 @pytest.mark.parametrize("value", [1.0, torch.ones(3), (1, 2, 3), None])

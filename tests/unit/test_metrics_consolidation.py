@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,15 @@ def test_a_function_that_returns_no_numbers_is_rejected(made):
 def test_a_further_result_with_a_name_that_there_is_is_rejected():
     with raises_at(MetricError, 'Trainer(metric_options={"averages": ...})'):
         Averages({"average": ["a"]}, lambda values: {"average": 1.0}).compute({"a": 1.0})
+
+
+def test_directions_are_known_where_all_that_is_taken_has_one():
+    def unknown(new, best):
+        raise MetricError("nobody knows")
+
+    directions = {"up": operator.gt, "down": operator.lt, "strange": unknown}
+    choices = {"ups": ["up"], "downs": ["down"], "strange": ["strange"], "none": ["missing"]}
+    assert Averages(choices).find_directions(directions) == {"ups": operator.gt, "downs": operator.lt}
 
 
 # The parts

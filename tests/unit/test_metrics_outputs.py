@@ -45,6 +45,8 @@ class TestCollector:
         (joined,) = collector.all_outputs
         assert not joined.requires_grad
         assert joined.tolist() == [2, 2]
+        collector.reset()
+        assert collector.all_outputs == []
 
     @pytest.mark.parametrize("second", [[torch.zeros(1)], {"a": torch.zeros(1)}])
     def test_other_parts_are_rejected(self, second):

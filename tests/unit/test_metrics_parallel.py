@@ -7,6 +7,7 @@ import logging
 import math
 import weakref
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,6 +15,7 @@ from accmt.errors import MetricError, ModuleContractError
 from accmt.messages import speaking
 from accmt.metrics import MetricBatch, MetricParallel, ValidationCollector
 from accmt.metrics.averages import COMPACT_AT
+from accmt.metrics.metric import _count_samples
 from tests.raising import raises_at
 from tests.toys import Numbers, Scripted, make_trainer
 
@@ -107,6 +109,23 @@ def test_entries_that_only_some_batches_have_are_reduced_over_these():
 def test_a_batch_without_samples_does_not_count():
     assert collect(Sizes("own"), numbers(), numbers(3.0))["own"] == 3.0
     assert math.isnan(collect(Sizes("own"), numbers())["own"])
+
+
+@pytest.mark.parametrize(
+    ("predictions", "count"),
+    [
+        (torch.zeros(3, 2), 3),
+        (np.zeros((4, 1)), 4),
+        (["a", "b"], 2),
+        ({"start": torch.zeros(5), "end": torch.zeros(5)}, 5),
+        (torch.tensor(1.0), 1),
+        ("a text", 1),
+        ({}, 0),
+    ],
+    ids=["tensor", "array", "list", "dict", "a number", "text", "nothing"],
+)
+def test_samples_are_counted_in_every_kind_of_predictions(predictions, count):
+    assert _count_samples(predictions) == count
 
 
 @pytest.mark.parametrize("kind", [Sizes, SizesOfProcess])

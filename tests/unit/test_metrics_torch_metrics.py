@@ -234,6 +234,12 @@ def test_what_a_metric_does_not_take_is_explained(metric, entry):
         collect(TorchMetric(metric, "own"), entry)
 
 
+@pytest.mark.parametrize("value", [None, 3, regression.MeanSquaredError])
+def test_only_metrics_are_adapted(value):
+    with raises_at(MetricError, "TorchMetric(...)"):
+        TorchMetric(value)
+
+
 class Judge(torchmetrics.Metric):
     """A metric with a network of its own."""
 
@@ -254,3 +260,16 @@ def test_a_metric_with_a_network_keeps_its_precision():
     (value,) = collect(TorchMetric(judge), (torch.ones(3, 2), torch.zeros(3, 1))).values()
     assert value == pytest.approx(3 * judge.network(torch.ones(2)).item(), rel=1e-6)
     assert judge.network.weight.dtype == judge.total.dtype == torch.float32
+
+
+def test_running_out_of_memory_stays_what_it_is():
+    class Greedy(Judge):
+        def update(self, preds, target):
+            raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        collect(TorchMetric(Greedy()), (torch.ones(1), torch.ones(1)))
+
+
+def test_compute_needs_no_collector():
+    assert TorchMetric(regression.MeanSquaredError(), "mse").compute(torch.ones(2), torch.zeros(2)) == {"mse": 1.0}

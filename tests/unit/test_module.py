@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import AcceleratorModule
+from accmt import AcceleratorModule, TrainingState
 from accmt.addons.hints.methods import FOREIGN_ATTRIBUTES
 from accmt.module import HuggingFaceModule, defines
 from tests.toys import Linear
@@ -30,6 +30,9 @@ def test_a_module_shows_its_size_and_its_structure():
     assert str(module) == str(module.model)
     assert len(module) == 3
     assert bool(module) is True
+    assert module.get_optimizer() is module.get_callbacks() is None
+    module.state = TrainingState(epoch=2, global_step=7)
+    assert module.status_dict == module.state.state_dict()
 
 
 @pytest.mark.parametrize("module", [Bare(), Classifier("bert")])

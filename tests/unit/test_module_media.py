@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accmt import read_history
-from accmt.errors import ModuleContractError
+from accmt.errors import ArgumentError, ModuleContractError
 from accmt.tracking.values import Media
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
@@ -107,3 +107,13 @@ def test_other_processes_do_nothing(monkeypatch):
     trainer = make_trainer()
     trainer.fit(Careful(), make_points(2))
     assert places_of(trainer) == []
+
+
+def test_a_mistake_ends_the_run_and_says_what_was_expected():
+    class Wrong(Linear):
+        def training_step(self, batch):
+            self.log_images({"inputs": batch[0].long()})
+            return super().training_step(batch)
+
+    with raises_at(ArgumentError, "log_images({'inputs': ...})"):
+        make_trainer().fit(Wrong(), make_points(2))

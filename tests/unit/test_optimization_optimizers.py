@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.errors import HyperParameterError
+from accmt.errors import HyperParameterError, ModuleContractError
 from accmt.optimization import build_optimizer
 from accmt.optimization.stepper import clip_gradients
 from accmt.options import HyperParameters
@@ -112,6 +112,12 @@ def test_adafactor_with_lr_moves_by_that_lr():
         build_optimizer(HyperParameters(optim="Adafactor"), nn.ParameterList([weights()])).defaults["relative_step"]
         is True
     )
+
+
+@pytest.mark.parametrize("parameters", [[], [weights().requires_grad_(False)]])
+def test_nothing_to_train_is_a_contract_error(parameters):
+    with raises_at(ModuleContractError, "the parameters to optimize"):
+        build_optimizer(HyperParameters(), nn.ParameterList(parameters))
 
 
 @pytest.mark.parametrize(

@@ -144,3 +144,14 @@ def test_a_schedule_of_ones_own_gets_the_lengths_it_asks_for():
 def test_a_schedule_that_needs_an_unknown_length_says_what_to_write(name, kwargs, what, do):
     with raises_at(HyperParameterError, "HyperParameters scheduler", expected=what, do=do):
         scheduled(with_schedule(name, kwargs), total=None, per_epoch=None)
+
+
+def test_a_refusal_names_the_place_and_the_reason():
+    hps = HyperParameters(optim="Adagrad", scheduler="CyclicLR", scheduler_kwargs={"base_lr": 0.1, "max_lr": 1.0})
+    with raises_at(HyperParameterError, "HyperParameters scheduler"):
+        scheduled(hps)
+
+
+def test_a_schedule_needs_an_optimizer_with_a_rate():
+    with raises_at(HyperParameterError, "HyperParameters scheduler"):
+        scheduled(HyperParameters(optim="Adafactor", scheduler="LinearWithWarmup"))

@@ -2,38 +2,7 @@ import json
 
 import pytest
 
-from accmt.processes import (
-    broadcast_object,
-    gather_objects,
-    run_on_main_process,
-    sum_over_processes,
-)
 from tests.launching import SCRIPTS, launch
-
-
-def test_one_process_is_its_own_sum():
-    sums = sum_over_processes((1, 2.5))
-    assert sums == [1.0, 2.5]
-    assert [type(value) for value in sums] == [float, float]  # as with several processes
-    assert sum_over_processes([]) == []
-
-
-def test_one_process_gathers_and_hands_on_the_very_same_object():
-    value = object()
-    assert gather_objects(value) == [value]
-    assert broadcast_object(value) is value
-
-
-def test_one_process_acts_and_its_errors_are_its_own():
-    error = ValueError("wrong")
-
-    def fail():
-        raise error
-
-    assert run_on_main_process(lambda: 3) == 3
-    with pytest.raises(ValueError, match="wrong") as raised:
-        run_on_main_process(fail)
-    assert raised.value is error
 
 
 @pytest.fixture(scope="module")

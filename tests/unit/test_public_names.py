@@ -23,6 +23,11 @@ def test_every_public_name_resolves_to_the_object_of_that_name(name):
         assert value.__name__ == name
 
 
+def test_dir_lists_all_public_names():
+    assert set(accmt.__all__) <= set(dir(accmt))
+    assert {"accelerator", "seed_everything"} <= set(dir(accmt))
+
+
 def test_public_names_for_type_checkers_are_those_at_run_time():
     import ast
 
@@ -36,6 +41,10 @@ def test_an_unknown_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'accmt' has no attribute 'Trayner'"):
         _ = accmt.Trayner
     assert not hasattr(accmt, "__wrapped__")
+
+
+def test_seed_everything_is_set_seed():
+    assert accmt.seed_everything is accmt.set_seed
 
 
 BARE = """

@@ -105,3 +105,8 @@ def test_without_a_launcher_that_starts_again_nothing_is_looked_for(tmp_path: Pa
     steps_of(tmp_path, 4)
     assert not is_relaunched(make_trainer(model_path=str(tmp_path / "model"), checkpoint_every="2 steps").settings)
     assert steps_of(tmp_path, 3) == [1, 2, 3]
+
+
+def test_processes_are_told_apart_also_where_numbers_repeat() -> None:
+    assert restart._name_process(OWN) != restart._name_process(LAUNCHER)
+    assert restart._name_process(OWN).count("-") >= 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.errors import ArgumentError
@@ -139,6 +139,12 @@ def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: 
 def test_a_single_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError):
         train(Hungry(0), tmp_path, AUTO)
+
+
+def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
+    trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
+    with raises_at(ArgumentError, "max_micro_batch_size: auto"):
+        trainer.fit(Hungry(1), DataLoader(make_points(8), batch_size=4))
 
 
 def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:

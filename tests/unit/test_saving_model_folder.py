@@ -47,14 +47,6 @@ def test_the_model_of_another_run_is_kept_and_that_of_the_own_run_replaced():
     assert names_in(PREVIOUS) == ["model.safetensors", "replaced_by.json", "status.json"]
 
 
-def test_a_kept_model_that_is_trained_on_is_kept_as_any_other():
-    save(1, "a")
-    save(2, "b")
-    assert save(3, "c", PREVIOUS) == Path("out/m.previous.previous").absolute()
-    save(4, "d")
-    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [4, 3, 2]
-
-
 def test_weights_that_are_a_link_are_kept_themselves():
     save(1, "a", MODEL / "best")
     (MODEL / "model.safetensors").symlink_to("best/model.safetensors")
@@ -146,20 +138,9 @@ def test_a_kill_at_any_moment_leaves_both_models_and_the_run_that_goes_on_keeps_
     assert point > 20
 
 
-def test_status_comes_back_with_its_version(tmp_path):
-    status = {"epoch": 2, "global_step": 120, "best": {"loss": 0.1 + 0.2}, "additional_metrics": {}, "digest": "ab"}
-    write_status(tmp_path, status)
-    assert read_status(tmp_path) == {"version": 1, **status}
-
-
 def test_status_that_json_cannot_hold_leaves_the_old_one(tmp_path):
     write_status(tmp_path, {"epoch": 1})
     with pytest.raises(TypeError, match="object"):
         write_status(tmp_path, {"epoch": object()})
     assert read_status(tmp_path)["epoch"] == 1
     assert names_in(tmp_path) == ["status.json"]
-
-
-def test_folder_without_status_is_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_status(tmp_path)

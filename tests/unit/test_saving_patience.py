@@ -94,14 +94,6 @@ def test_a_resume_that_watches_other_values_begins_their_counts_anew():
     assert again.best == {"best_wer": 0.5}
 
 
-def test_the_state_is_a_copy():
-    patience = Patience(2, "best_valid_loss", {})
-    state = patience.state_dict()
-    patience.consider({"best_valid_loss": 5})
-    patience.consider({"best_valid_loss": 6})
-    assert state == {"without_better": {"best_valid_loss": 0}, "best": {}}
-
-
 def test_an_evaluation_that_lacks_a_watched_value_is_an_error_that_counts_nothing():
     patience = Patience({"accuracy": 2, "wer": 2}, None, DIRECTIONS)
     for ask in (patience.consider, patience.require):

@@ -129,10 +129,6 @@ def test_without_a_set_the_value_of_all_decides_or_else_the_mean_over_sets(name,
     assert value_of(name, values) == value
 
 
-def test_a_mean_of_both_infinities_is_no_error():
-    assert math.isnan(value_of("wer", {"best_wer__en": math.inf, "best_wer__de": -math.inf}))
-
-
 def test_without_validation_data_the_training_loss_stands_for_the_validation_loss():
     assert without_validation("best_valid_loss") == "best_train_loss"
     assert without_validation(["best_valid_loss", "always", "best_train_loss"]) == ["best_train_loss", "always"]

@@ -86,27 +86,6 @@ def test_always_and_never_look_at_no_value(rule, expected):
     assert selection.best == {}
 
 
-@pytest.mark.parametrize(
-    ("rule", "advice"),
-    [("best_valid_loss", 'return {"loss": loss} from validation_step'), ("best_accuracy", "['best_wer']")],
-)
-def test_an_evaluation_without_what_decides_is_an_error(rule, advice):
-    selection = Selection(rule, DIRECTIONS)
-    for ask in (selection.consider, selection.require):
-        with raises_at(
-            ModuleContractError, f"Trainer(model_saving='{rule}')", "['best_wer']", expected=rule, do=advice
-        ):
-            ask({"best_wer": 1.0})
-    assert selection.best == {}
-
-
-def test_the_state_is_a_copy():
-    selection = Selection("best_valid_loss", {})
-    state = selection.state_dict()
-    selection.consider({"best_valid_loss": 1.0})
-    assert state == {"best": {}, "chosen": [], "saved_at": {}}
-
-
 def run(selection: Selection, evaluations: list[dict[str, float]]) -> list[list[str]]:
     return [selection.consider(values) for values in evaluations]
 

@@ -94,6 +94,12 @@ def test_the_folder_of_the_checkpoints_is_looked_at_too(monkeypatch: pytest.Monk
     assert written == [tmp_path / "model", tmp_path / "kept"]
 
 
+def test_what_appears_late_is_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = tmp_path / "late"
+    monkeypatch.setattr(separate_disks.time, "sleep", lambda _: path.touch())
+    assert separate_disks._appears(path, 10.0)
+
+
 @pytest.mark.usefixtures("on_machines")
 def test_a_folder_that_nobody_can_write_to_is_left_to_whoever_writes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -102,4 +108,9 @@ def test_a_folder_that_nobody_can_write_to_is_left_to_whoever_writes(
         raise PermissionError(path)
 
     monkeypatch.setattr(Path, "touch", fail)
+    assert find(tmp_path) == []
+
+
+def test_one_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(separate_disks, "_write_probe", lambda folder: pytest.fail("a probe was written"))
     assert find(tmp_path) == []

@@ -281,6 +281,11 @@ def test_a_datamodule_that_forgets_to_return_its_training_data_is_named():
     assert DataModule(own).load("validate") is None
 
 
+def test_a_class_is_refused():
+    with raises_at(ArgumentError, "datamodule"):
+        make_trainer().fit(Scripted(), datamodule=Data)
+
+
 def test_a_set_up_that_fails_is_torn_down():
     class Failing(Data):
         def setup(self, stage):

@@ -43,6 +43,19 @@ def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the
         assert module.trainer is again, "another Trainer's module is let be"
 
 
+def test_an_error_in_the_block_goes_on_and_the_run_is_given_back():
+    trainer = make_trainer()
+
+    def work():
+        with trainer:
+            trainer.fit(Linear(), make_points())
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        work()
+    assert trainer._run is None
+
+
 def test_a_run_in_work_cannot_be_closed():
     class Closing(Callback):
         def on_epoch_end(self):

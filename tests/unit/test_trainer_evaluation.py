@@ -261,6 +261,10 @@ def test_nothing_is_kept_where_predictions_are_not_wanted():
     assert seen == [0, 1, 2]
 
 
+def test_nothing_is_predicted_of_data_that_are_limited_to_nothing():
+    assert make_trainer(limit_batches={"predict": 0}).predict(Predicting(), Numbers(3)) == {}
+
+
 @pytest.mark.parametrize(
     "data",
     [

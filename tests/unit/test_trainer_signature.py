@@ -159,6 +159,11 @@ def test_the_documented_misspelling_of_model_saving_above_is_understood():
         Trainer(HPS, "out", model_saving_aboce=0.5, model_saving_above=0.4)
 
 
+def test_a_callback_class_is_refused_when_the_trainer_is_made():
+    with raises_at(TypeError, "Trainer(callbacks=...)"):
+        Trainer(HPS, "out", callbacks=Callback)
+
+
 QUIET = """
 import accmt, sys, threading, torch
 accmt.Trainer({"epochs": 1, "batch_size": 2, "optim": {"type": "AdamW", "lr": 1e-3}}, "out/model", logging_dir="logs",
