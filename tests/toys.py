@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from accmt import AcceleratorModule, Callback, Trainer
+from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.callbacks import HOOKS
 from accmt.checks import Facts
 from accmt.checks.table import STAGES, find_engine
@@ -118,6 +118,21 @@ class Linear(AcceleratorModule):
         return nn.functional.mse_loss(self.model(inputs), targets)
 
 
+class ByHand(ExtendedAcceleratorModule):
+    """Fits a linear function, and makes its optimizer steps itself."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step_optimizer()
+        self.zero_grad()
+        return loss
+
+
 class Scripted(AcceleratorModule):
     """Returns the mean of the numbers in a batch as its training loss, and scripted validation losses, one a pass.
 
@@ -153,6 +168,25 @@ class Recorder(Callback):
     def names(self, *only: str) -> list[str]:
         """Return the hooks called, or those of `only`."""
         return [name for name in self.calls if not only or name in only]
+
+
+class InterruptionError(Exception):
+    """What ends a run before its time."""
+
+
+class InterruptAt(Callback):
+    """Ends a run inside the window after an optimizer step.
+
+    Args:
+        update: Steps done before; None means never.
+    """
+
+    def __init__(self, update: int | None) -> None:
+        self.update = update
+
+    def on_after_backward(self) -> None:
+        if self.state.global_step == self.update:
+            raise InterruptionError
 
 
 def _make_hook(name: str) -> Any:

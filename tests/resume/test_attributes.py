@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from accmt import AcceleratorModule, Callback
-from tests.resume.unbroken import InterruptAt, InterruptionError, make
-from tests.toys import make_points
+from tests.resume.unbroken import make
+from tests.toys import InterruptAt, InterruptionError, make_points
 
 STEPS = 12
 WRITES = {

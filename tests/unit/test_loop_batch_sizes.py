@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule
+from accmt import AcceleratorModule, Callback
 from accmt.errors import DataError
 from tests.raising import raises_at
-from tests.toys import Linear, Stream, make_points, make_trainer
+from tests.toys import ByHand, Linear, Stream, make_points, make_trainer
 
 POINTS = make_points(16)
 BAD = {1, 2, 9}
@@ -111,25 +111,11 @@ def test_a_dataset_that_fetches_fewer_than_it_was_asked_for_is_an_error():
 
 
 def test_manual_steps_count_what_the_module_says():
-    class Manual(ExtendedAcceleratorModule):
-        def __init__(self):
-            self.model = Linear().model
-
-        def get_batch_size(self, batch):
-            return len(batch[0])
-
-        def step(self, batch):
-            return nn.functional.mse_loss(self.model(batch[0]), batch[1])
-
-        def training_step(self, batch):
-            loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-            self.backward(loss)
-            self.step_optimizer()
-            self.zero_grad()
-            return loss
+    class CountingByHand(ByHand):
+        get_batch_size = Counting.get_batch_size
 
     trainer = make_trainer({"batch_size": 4}, collate_fn=drop)
-    assert trainer.fit(Manual(), Unreadable()).samples_seen == 13
+    assert trainer.fit(CountingByHand(), Unreadable()).samples_seen == 13
 
 
 @pytest.mark.parametrize(

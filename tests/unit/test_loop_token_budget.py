@@ -11,14 +11,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
+from accmt import AcceleratorModule, Callback, Trainer, read_history
 from accmt.addons.token_batches.budget import TokenBudget
 from accmt.addons.token_batches.windows import ByTokens, keep_samples
 from accmt.data import ByCount, Loader, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
 from tests import toys
 from tests.raising import raises_at
-from tests.toys import Record
+from tests.toys import ByHand, Record
 from tests.toys import pad_texts as pad
 
 NUMBER = 45
@@ -347,16 +347,8 @@ def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: P
         run(tmp_path, hps={"max_tokens": 20}, failures={"on_long_sample": "raise"})
 
 
-class Manual(ExtendedAcceleratorModule):
-    def __init__(self) -> None:
-        self.model = build_model()
-
-    def training_step(self, batch: Any) -> Any:
-        raise AssertionError
-
-
 @pytest.mark.parametrize(
-    ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, Manual())], ids=["auto", "manual"]
+    ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, ByHand())], ids=["auto", "manual"]
 )
 def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, hps: Any, module: Any) -> None:
     with raises_at(ArgumentError, "max_tokens in the hyper-parameters"):

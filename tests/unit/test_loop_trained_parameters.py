@@ -11,8 +11,8 @@ from torch import nn
 from accmt import Callback, ExtendedAcceleratorModule
 from accmt.errors import ModuleContractError
 from tests.raising import raises_at
-from tests.resume.unbroken import Fragile, InterruptAt, InterruptionError, make
-from tests.toys import Linear, Record, make_points, make_trainer
+from tests.resume.unbroken import Fragile, make
+from tests.toys import InterruptAt, InterruptionError, Linear, Record, make_points, make_trainer
 
 
 class Head(Linear):

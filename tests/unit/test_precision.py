@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, Callback, ChainedOptimizer, Trainer, allow_tf32
-from tests.resume.unbroken import InterruptAt, InterruptionError
-from tests.toys import make_trainer
+from tests.toys import InterruptAt, InterruptionError, make_trainer
 
 
 @pytest.fixture(autouse=True)

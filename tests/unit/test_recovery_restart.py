@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
+from accmt import AcceleratorModule, Callback, Trainer
 from accmt.errors import ArgumentError
 from tests.raising import raises_at
-from tests.toys import Record, Recorder, logged, make_points, make_trainer
+from tests.toys import ByHand, Record, Recorder, logged, make_points, make_trainer
 
 AUTO = {"max_micro_batch_size": "auto"}
 HPS = {
@@ -148,16 +148,9 @@ def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
-    class Manual(ExtendedAcceleratorModule):
-        def __init__(self) -> None:
-            self.model = nn.Linear(3, 1)
-
-        def training_step(self, batch: Any) -> None:
-            """Never called."""
-
     trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
     with raises_at(ArgumentError, "max_micro_batch_size: auto"):
-        trainer.fit(Manual(), TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1)))
+        trainer.fit(ByHand(), make_points(4))
 
 
 def test_the_optimizer_state_of_the_run_that_ended_is_free_before_the_next_loads_its_own(tmp_path: Path) -> None:

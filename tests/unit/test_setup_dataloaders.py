@@ -16,7 +16,7 @@ from accmt import Callback
 from accmt.errors import ArgumentError, DataError
 from tests.raising import raises_at
 from tests.resume.unbroken import Augmented, Fragile, assert_same, state_of, train
-from tests.toys import Linear, Numbers, Scripted, Stream, make_points, make_trainer
+from tests.toys import InterruptAt, InterruptionError, Linear, Numbers, Scripted, Stream, make_points, make_trainer
 
 EVERY_TWO = {"reload_dataloaders_every_n_epochs": 2, "num_sanity_val_steps": 0}
 
@@ -132,19 +132,14 @@ def test_the_schedule_is_the_one_planned_with_the_first_loaders_and_stays_at_its
 
 
 def test_a_resume_keeps_the_planned_length_if_loaders_differ_in_batch_size(tmp_path):
-    class Stop(Callback):
-        def on_update_end(self):
-            if self.state.global_step == 3:
-                raise KeyError
-
     class Smaller(Linear):
         def get_train_dataloader(self):
             return torch.utils.data.DataLoader(make_points(8), 2 if self.state.epoch else 4)
 
     settings: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1, "checkpoint_every": "1 steps"}
     settings |= {"hps": {"epochs": 3}, "model_path": str(tmp_path / "model")}
-    with pytest.raises(KeyError):
-        make_trainer(**settings, callbacks=Stop()).fit(Smaller())
+    with pytest.raises(InterruptionError):
+        make_trainer(**settings, callbacks=InterruptAt(3)).fit(Smaller())
     again = make_trainer(**settings, resume=True)
     assert again.fit(Smaller()).global_step == 10
     assert again.estimated_stepping_batches == 6  # as planned with the first loader
