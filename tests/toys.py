@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, get_worker_info
 
-from accmt import AcceleratorModule, Callback, Trainer
+from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
 from accmt.callbacks import HOOKS
 from accmt.checks import Facts
 from accmt.checks.table import STAGES, find_engine
@@ -37,6 +40,68 @@ class Numbers(Dataset[torch.Tensor]):
         return len(self.values)
 
 
+class Stream(IterableDataset[Any]):
+    """Samples that can only be read from the start; the workers of a DataLoader share them, as torch asks.
+
+    Attributes:
+        num_read: How many were read.
+        epochs: The epochs that it was told.
+    """
+
+    def __init__(self, values: int | Iterable[Any]) -> None:
+        self.values = range(values) if isinstance(values, int) else values
+        self.num_read = 0
+        self.epochs: list[int] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        for value in islice(iter(self.values), first, None, step):
+            self.num_read += 1
+            yield value
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class SizedStream(Stream):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return len(self.values)  # type: ignore[arg-type]
+
+
+class Texts(Dataset[Any]):
+    """Token ids of given lengths, each with a label and its index; counts how often each is read.
+
+    Args:
+        lengths: How many ids each has.
+        draws: Whether each has a number of both random generators, too.
+    """
+
+    def __init__(self, lengths: Sequence[int], *, draws: bool = False) -> None:
+        self.lengths_of_texts, self.draws = lengths, draws
+        self.reads: Counter[int] = Counter()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = self.lengths_of_texts[index]
+        self.reads[index] += 1
+        ids = [1 + (index * 7 + place) % 30 for place in range(length)]
+        sample = {"input_ids": ids, "label": index % 3, "index": index}
+        return sample | {"noise": random.random() + float(torch.rand(()))} if self.draws else sample
+
+    def __len__(self) -> int:
+        return len(self.lengths_of_texts)
+
+
+def pad_texts(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Collate texts, padded to the longest."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = [sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples]
+    others = {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0] if name != "input_ids"}
+    return {"input_ids": torch.tensor(rows), **others}
+
+
 class Record(list[Any]):
     """A list of what a test saw; of a class of its own, so it is not part of checkpoints, as a plain list would be."""
 
@@ -51,6 +116,21 @@ class Linear(AcceleratorModule):
     def step(self, batch: Any) -> torch.Tensor:
         inputs, targets = batch
         return nn.functional.mse_loss(self.model(inputs), targets)
+
+
+class ByHand(ExtendedAcceleratorModule):
+    """Fits a linear function, and makes its optimizer steps itself."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(3, 1)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.step_optimizer()
+        self.zero_grad()
+        return loss
 
 
 class Scripted(AcceleratorModule):
@@ -88,6 +168,25 @@ class Recorder(Callback):
     def names(self, *only: str) -> list[str]:
         """Return the hooks called, or those of `only`."""
         return [name for name in self.calls if not only or name in only]
+
+
+class InterruptionError(Exception):
+    """What ends a run before its time."""
+
+
+class InterruptAt(Callback):
+    """Ends a run inside the window after an optimizer step.
+
+    Args:
+        update: Steps done before; None means never.
+    """
+
+    def __init__(self, update: int | None) -> None:
+        self.update = update
+
+    def on_after_backward(self) -> None:
+        if self.state.global_step == self.update:
+            raise InterruptionError
 
 
 def _make_hook(name: str) -> Any:

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, StepsCurriculum, Trainer
+from accmt import AcceleratorModule, Callback, StepsCurriculum, Trainer
 from accmt.errors import AccmtError
 from tests.launching import launch
-from tests.toys import Linear, make_points
+from tests.toys import ByHand, Linear, Stream, make_points
 
 HERE = Path(__file__).parent
 ENDS = [4, 8, 12, 20, 28, 36, 41, 57, 73, 82]  # 41 samples in each of two epochs
@@ -163,18 +163,6 @@ def test_max_steps_is_the_length_of_a_run_whose_windows_are_unknown(
     assert module.scheduler.get_last_lr() == [0.0]
 
 
-class Manual(ExtendedAcceleratorModule):
-    """Steps itself."""
-
-    def __init__(self) -> None:
-        self.model = nn.Linear(3, 1)
-
-    def training_step(self, batch: Any) -> None:
-        self.backward(nn.functional.mse_loss(self.model(batch[0]), batch[1]))
-        self.step_optimizer()
-        self.zero_grad()
-
-
 POINTS = make_points(12)
 WARMUP = {"scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.2}}
 
@@ -186,7 +174,7 @@ WARMUP = {"scheduler": {"type": "LinearWithWarmup", "warmup_ratio": 0.2}}
         ({"evaluate_every_n_steps": 0.5}, Linear, POINTS, {}, "evaluate_every_n_steps=100"),
         ({}, Linear, POINTS, WARMUP, r"the number of steps is unknown(.|\n)*max_steps"),
         ({}, Linear, StepsCurriculum([(-1, POINTS)]), {"max_steps": 3}, "grad_accumulation_steps=4"),
-        ({}, Manual, POINTS, {}, "the module decides when to step"),
+        ({}, ByHand, POINTS, {}, "the module decides when to step"),
     ],
 )
 def test_what_needs_a_plan_is_an_error_that_says_what_to_write(
@@ -207,13 +195,9 @@ def test_what_needs_a_plan_is_an_error_that_says_what_to_write(
 
 
 def test_a_fraction_of_a_stream_is_no_checkpoint_interval_but_a_time_is(tmp_path: Path) -> None:
-    class Stream(torch.utils.data.IterableDataset[Any]):
-        def __iter__(self) -> Any:
-            return iter(POINTS)
-
     trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=0.5, verbose=False)
     with pytest.raises(AccmtError, match="checkpoint_every=100"):
-        trainer.fit(Linear(), Stream())
+        trainer.fit(Linear(), Stream(POINTS))
     for every in ("10 minutes", "auto", "1 epoch"):
         trainer = Trainer({"epochs": 1, **SGD}, tmp_path / "model", checkpoint_every=every, verbose=False)
-        assert trainer.fit(Linear(), Stream()).finished
+        assert trainer.fit(Linear(), Stream(POINTS)).finished

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import Callback
 from accmt.errors import CheckpointError
 from tests.resume.unbroken import Augmented, Fragile, make
 
@@ -23,18 +22,6 @@ def test_an_exact_module_passes_and_is_left_as_it_was():
     assert check(module) > 20
     assert all(torch.equal(tensor, before[name]) for name, tensor in module.model.state_dict().items())
     assert list(Path().iterdir()) == []
-
-
-def test_accumulation_callbacks_and_workers_are_those_of_the_trainer():
-    class Watching(Callback):
-        updates = 0
-
-        def on_update_end(self):
-            self.updates += 1
-
-    watching = Watching()
-    assert check(Fragile(), grad_accumulation_steps=2, dataloader_num_workers=2, callbacks=[watching]) > 20
-    assert watching.updates == 0
 
 
 class Counter:

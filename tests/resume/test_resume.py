@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 from pathlib import Path
@@ -17,7 +16,7 @@ from accmt.errors import CheckpointCorruptError, CheckpointError, DataError, Hyp
 from tests.checkpoints import flip, names_in
 from tests.raising import raises_at
 from tests.resume.unbroken import Augmented, Fragile, assert_same, make, state_of, train
-from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
+from tests.toys import Linear, Recorder, make_points, make_trainer
 
 
 @pytest.fixture
@@ -114,11 +113,6 @@ def test_checkpoints_come_as_often_as_told(every, settings, steps):
     assert names_in(trainer.checkpoint_path) == [f"step-{step:08d}" for step in steps]
 
 
-def test_without_checkpoints_there_is_no_folder():
-    trainer, _ = train("out/m", checkpoint_every=None)
-    assert not trainer.checkpoint_path.exists()
-
-
 def test_the_folder_lies_beside_the_model():
     trainer, _ = train("out/m")
     assert trainer.checkpoint_path == Path("out/checkpoint-m")
@@ -148,15 +142,13 @@ class TestWhereARunBegins:
         assert seen.calls[:2] == ["on_resume", "on_fit_start"]
         assert second.state.global_step == 18
 
-    def test_false_begins_anew_and_moves_the_earlier_run_aside(self):
-        train("out/m", stop=5)
-        trainer, _ = train("out/m")
-        assert trainer.state.samples_seen == 66
-        assert names_in(Path("out/checkpoint-m.previous")) == ["step-00000004"]
-
     def test_a_path_is_a_checkpoint_or_a_folder_of_them(self):
         train("out/m", checkpoint_options={"max_checkpoints": 10}, stop=9)
-        for path in ("out/checkpoint-m/step-00000004", "out/checkpoint-m"):
+        for path in (
+            "out/checkpoint-m/step-00000004/manifest.json",
+            "out/checkpoint-m/step-00000004",
+            "out/checkpoint-m",
+        ):
             recorder = Recorder()
             trainer, _ = train("out/n", resume=path, callbacks=[recorder])
             assert trainer.state.global_step == 18
@@ -256,31 +248,6 @@ class TestWhatItHolds:
         assert type(trainer.run.stepper.optimizer).__name__ == "SGD"
         assert trainer.run.scheduler.last_epoch == 12
         assert trainer.run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-9)
-
-    def test_the_manifest_tells_where_the_run_was(self):
-        trainer, _ = train("out/m")
-        info = json.loads((trainer.checkpoint_path / "step-00000018" / "manifest.json").read_text())["info"]
-        assert {name: info[name] for name in ("epoch", "global_step", "samples_seen", "evaluations_done")} == {
-            "epoch": 3,
-            "global_step": 18,
-            "samples_seen": 66,
-            "evaluations_done": 3,
-        }
-        assert info["best"] == dict(trainer.state.best)
-        assert info["hps"]["optim"] == {"type": "AdamW", "lr": 0.01}
-
-    def test_what_cannot_be_stored_is_named_at_the_first_save(self):
-        class Odd(Fragile):
-            def state_dict(self):
-                return {"lock": object()}
-
-        with raises_at(CheckpointError, "parts.module.lock"):
-            train("out/m", module=Odd())
-
-    def test_nothing_but_json_and_safetensors(self):
-        trainer, _ = train("out/m")
-        suffixes = {path.suffix for path in trainer.checkpoint_path.rglob("*") if path.is_file()}
-        assert suffixes == {".json", ".safetensors"}
 
 
 class TestSavingByHand:
@@ -518,11 +485,3 @@ def test_counters_and_results_survive_for_callbacks():
     train("out/m", resume=True, callbacks=[looking])
     step, metrics, best = looking.seen
     assert (step, set(metrics), set(best)) == (8, {"val_loss"}, {"best_valid_loss"})
-
-
-def test_a_scripted_run_keeps_its_best_value():
-    settings = {"model_saving": "best_valid_loss", "checkpoint_every": "epoch"}
-    make_trainer({"epochs": 2}, **settings).fit(Scripted([3.0, 2.0]), Numbers(4), Numbers(2))
-    trainer = make_trainer({"epochs": 4}, resume=True, **settings)
-    trainer.fit(Scripted([3.0, 2.0, 4.0, 2.5]), Numbers(4), Numbers(2))
-    assert trainer.state.best == {"best_valid_loss": 2.0}

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,14 +17,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
-from accmt.errors import ArgumentError, CheckpointError, DataError, NoCheckpointError, SavingError
-from accmt.files import FolderLock
+from accmt import Callback, ExtendedAcceleratorModule, Trainer
+from accmt.errors import CheckpointError, DataError, NoCheckpointError, SavingError
 from accmt.saving.model_folder import read_status
 from tests.checkpoints import names_in
 from tests.raising import raises_at
 from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import make_points
 
 
 class Asking(Callback):
@@ -95,12 +93,6 @@ class TestTheFolder:
             train("out/m")
         train("out/m")
         assert names_in(Path("out/checkpoint-m")) == ["step-00000018"]
-
-    def test_a_lock_is_one_even_if_its_file_is_removed_and_made_again(self, tmp_path):
-        first = FolderLock.take(tmp_path)
-        first.release()
-        assert names_in(tmp_path) == []
-        FolderLock.take(tmp_path).release()
 
     @pytest.mark.parametrize("settings", [{}, {"checkpoint_every": None, "model_saving": "best_train_loss"}], ids=str)
     def test_a_run_within_a_callback_of_another_is_refused(self, settings):
@@ -270,13 +262,6 @@ class TestTheFolder:
         assert names_in(Path("out/checkpoint-m")) == ["previous", "step-00000018"]
         assert names_in(Path("out/checkpoint-m/previous")) == ["step-00000004"]
 
-    def test_a_linked_folder_keeps_it_beside_what_the_link_leads_to(self):
-        Path("disk/ck").mkdir(parents=True)
-        Path("link").symlink_to("disk/ck")
-        train("out/m", checkpoint="link", stop=5)
-        train("out/m", checkpoint="link")
-        assert names_in(Path("disk")) == ["ck", "ck.previous"]
-
     def test_a_program_that_changes_its_folder_keeps_its_checkpoints_together(self, tmp_path):
         class Leave(Callback):
             def on_update_end(self):
@@ -298,16 +283,6 @@ class TestTheFolder:
             with raises_at(CheckpointError, "step-00000004/state.json", os.strerror(errno.EMFILE)):
                 train("out/m", resume="auto")
         assert names_in(Path("out/checkpoint-m")) == ["step-00000004"]
-
-    def test_the_path_of_its_manifest_is_that_of_a_checkpoint(self):
-        train("out/m", stop=5)
-        trainer, _ = train("out/m", resume="out/checkpoint-m/step-00000004/manifest.json")
-        assert trainer.state.global_step == 18
-
-    @pytest.mark.parametrize("word", ["true", "False", "NONE"])
-    def test_a_word_is_not_taken_for_a_path(self, word):
-        with raises_at(ArgumentError, "Trainer(resume=...)"):
-            make("out/m", resume=word)
 
 
 class TestOptimizerAndSchedule:
@@ -414,16 +389,6 @@ class TestAskingByHand:
         assert names_in(trainer.checkpoint_path) == ["step-00000001"]
 
 
-def test_a_module_that_cannot_be_copied_is_named():
-    class Holding(Fragile):
-        def __init__(self):
-            super().__init__()
-            self.lock = threading.Lock()
-
-    with raises_at(CheckpointError, "check_resume", "self.lock"):
-        make("out/m").check_resume(Holding(), Augmented())
-
-
 def test_a_trainer_with_a_constructor_of_its_own_can_be_checked():
     class Own(Trainer):
         def __init__(self, name):
@@ -446,39 +411,3 @@ def test_a_million_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_c
     assert batches.num_samples(0, range(batches.size(0))) == 1_000_000
     assert batches.digest(0) == batches.digest(0)
     assert Counted.drawn == 1
-
-
-def test_a_run_leaves_no_thread_behind():
-    before = threading.active_count()
-    make_trainer(checkpoint_every="step").fit(Linear(), make_points())
-    assert threading.active_count() == before
-
-
-class AlsoModule(nn.Module, AcceleratorModule):
-    """Has a buffer beside the model, which its steps change."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.model = nn.Linear(3, 1)
-        self.register_buffer("mean", torch.zeros(3))
-
-    def training_step(self, batch):
-        self.mean.lerp_(batch[0].mean(0), 0.5)
-        return nn.functional.mse_loss(self.model(batch[0] - self.mean), batch[1])
-
-
-def test_a_module_that_is_an_nn_module_too_resumes_with_what_it_has_beside_the_model():
-    def run(path, epochs, **settings):
-        module = AlsoModule()
-        trainer = make(path, {"epochs": epochs, "scheduler": None}, checkpoint_every="epoch", **settings)
-        trainer.fit(module, make_points(24))
-        return trainer, module.state_dict()
-
-    trainer, whole = run("out/a", 2)
-    run("out/b", 1)
-    _, resumed = run("out/b", 2, resume=True)
-    assert whole["mean"].any()
-    assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
-    (state,) = trainer.checkpoint_path.glob("*2/state.json")
-    assert "module.model" not in state.read_text()

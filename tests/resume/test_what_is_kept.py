@@ -8,8 +8,8 @@ from torch.utils.data import IterableDataset
 
 from accmt import Callback
 from accmt.errors import NonFiniteError
-from tests.resume.unbroken import Fragile, InterruptionError, assert_same, make, state_of, train
-from tests.toys import Numbers, Scripted
+from tests.resume.unbroken import Fragile, assert_same, make, state_of, train
+from tests.toys import InterruptAt, InterruptionError, Numbers, Scripted
 
 
 class Weighted(Fragile):
@@ -42,13 +42,8 @@ def test_the_spike_guard_knows_the_losses_before_an_interruption():
     }
     hps = {"epochs": 1, "batch_size": 1, "optim": {"type": "SGD", "lr": 0.1}, "scheduler": None}
 
-    class Interrupt(Callback):
-        def on_update_end(self):
-            if self.state.global_step == 31:
-                raise InterruptionError
-
     with pytest.raises(InterruptionError):
-        make("out/m", hps, callbacks=Interrupt(), **settings).fit(Spiking(), Numbers(40))
+        make("out/m", hps, callbacks=InterruptAt(31), **settings).fit(Spiking(), Numbers(40))
     again = make("out/m", hps, resume=True, **settings)
     with pytest.raises(NonFiniteError):
         again.fit(Spiking(), Numbers(40))
@@ -69,13 +64,8 @@ def test_a_stream_that_draws_at_random_goes_on_with_what_it_would_have_drawn():
     whole, first, rest = Scripted(), Scripted(), Scripted()
     make("out/a", hps, **settings).fit(whole, Drawing())
 
-    class Interrupt(Callback):
-        def on_after_backward(self):
-            if self.state.global_step == 3:
-                raise InterruptionError
-
     with pytest.raises(InterruptionError):
-        make("out/b", hps, callbacks=Interrupt(), **settings).fit(first, Drawing())
+        make("out/b", hps, callbacks=InterruptAt(3), **settings).fit(first, Drawing())
     make("out/b", hps, resume=True, **settings).fit(rest, Drawing())
     assert rest.seen == whole.seen[3:]
 

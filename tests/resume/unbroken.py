@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import Dataset
 
-from accmt import AcceleratorModule, Callback, Trainer, read_history
+from accmt import AcceleratorModule, Trainer, read_history
+from tests.toys import InterruptAt, InterruptionError
 
 HPS: dict[str, Any] = {
     "epochs": 3,
@@ -51,25 +52,6 @@ class Fragile(AcceleratorModule):
     def step(self, batch: Any) -> Any:
         inputs, targets = batch
         return nn.functional.mse_loss(self.model(inputs), targets)
-
-
-class InterruptionError(Exception):
-    """What ends a run before its time."""
-
-
-class InterruptAt(Callback):
-    """Ends a run inside the window after `update`, once.
-
-    Args:
-        update: Updates done before.
-    """
-
-    def __init__(self, update: int) -> None:
-        self.update = update
-
-    def on_after_backward(self) -> None:
-        if self.state.global_step == self.update:
-            raise InterruptionError
 
 
 def make(path: str, hps: dict[str, Any] | None = None, **settings: Any) -> Trainer:

@@ -115,14 +115,6 @@ def test_saving_and_loading_leave_a_fresh_optimizer_fresh(name, tmp_path):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_gradients_of_a_fresh_optimizer_stay(tmp_path):
-    model, optimizer = build()
-    model(torch.ones(5, 4)).sum().backward()
-    gradients = [parameter.grad.clone() for parameter in model.parameters()]
-    save_state(model, [optimizer], {}, tmp_path)
-    assert all(map(torch.equal, gradients, [parameter.grad for parameter in model.parameters()]))
-
-
 def test_a_fresh_state_replaces_that_of_an_optimizer_that_has_stepped(tmp_path):
     model, optimizer = build()
     before = content(model, optimizer)
@@ -281,13 +273,6 @@ def test_torchs_own_reader_loads_the_tensors(tmp_path):
     assert torch.equal(got["optimizers.0.state.layers.0.weight.exp_avg"], moment)
 
 
-def test_what_cannot_be_stored_is_named_before_a_file_is_written(tmp_path):
-    model, optimizer = build()
-    with raises_at(CheckpointError, "others.module.path", "PosixPath"):
-        save_state(model, [optimizer], {"module": {"path": tmp_path}}, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_an_optimizer_of_parameters_outside_the_model_is_refused(tmp_path):
     model, _ = build()
     optimizer = SGD([*model.parameters(), nn.Parameter(torch.ones(2, 3))], lr=0.1)
@@ -310,15 +295,6 @@ def test_a_sharded_tensor_outside_the_model_comes_back_whole(tmp_path):
     model = nn.Linear(2, 2)
     write_state(StateCollector(model, []).collect(others), tmp_path)
     assert load_state(model, [], tmp_path)["module"]["average"].tolist() == [0, 1, 2, 3]
-
-
-def test_a_state_that_belongs_to_no_parameter_comes_back(tmp_path):
-    (model, optimizer), (restored, loaded) = build(), build()
-    update(model, optimizer, 0)
-    optimizer.state["global"] = {"count": 1}
-    save_state(model, [optimizer], {}, tmp_path)
-    load_state(restored, [loaded], tmp_path)
-    assert loaded.state["global"] == {"count": 1}
 
 
 class TestLoadingIntoSomethingElse:
@@ -344,11 +320,6 @@ class TestLoadingIntoSomethingElse:
         assert "layers.0.bias is not in the model" in str(caught.value)
         assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
 
-    def test_another_dtype_is_named(self, folder):
-        model, optimizer = build(dtype=torch.bfloat16)
-        with raises_at(CheckpointError, "the model", "layers.0.bias", "(6,) torch.bfloat16", "(6,) torch.float32"):
-            load_state(model, [optimizer], folder)
-
     def test_another_number_of_optimizers_is_refused(self, folder):
         model, optimizer = build()
         with raises_at(CheckpointError, "the optimizers", "0", expected="1"):
@@ -359,12 +330,8 @@ class TestLoadingIntoSomethingElse:
         optimizer = AdamW([{"params": model.layers.parameters()}, {"params": [model.scale]}])
         with raises_at(CheckpointError, "AdamW", "group 0: scale"):
             load_state(model, [optimizer], folder)
-
-    def test_a_further_empty_group_is_refused(self, folder):
-        model, _ = build()
-        optimizer = AdamW([{"params": model.parameters()}, {"params": []}])
         with raises_at(CheckpointError, "AdamW", "2 parameter groups"):
-            load_state(model, [optimizer], folder)
+            load_state(model, [AdamW([{"params": model.parameters()}, {"params": []}])], folder)
 
 
 class TestDamage:
@@ -435,13 +402,6 @@ def test_nan_in_an_optimizers_state_is_refused_and_infinity_is_not():
         require_numbers(collector.collect({}))
 
 
-def test_what_is_neither_weight_nor_optimizer_may_be_no_number():
-    """A callback may keep the worst value so far, or a loss that was not finite."""
-    model, optimizer = build()
-    collector = StateCollector(model, [optimizer])
-    require_numbers(collector.collect({"parts": {"module": torch.full((3,), math.nan)}, "metrics": {"loss": math.nan}}))
-
-
 @pytest.mark.usefixtures("process_group")
 def test_communication_hooks_of_torch_with_a_state_are_rejected():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -455,10 +415,3 @@ def test_communication_hooks_of_torch_with_a_state_are_rejected():
     with raises_at(CheckpointError, "checkpoints", "PowerSGDState"):
         collect(power, powerSGD_hook.powerSGD_hook)
     collect(None, default_hooks.fp16_compress_hook)
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-def test_nested_tensors_are_named():
-    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
-    with raises_at(CheckpointError, "rows", "nested tensor", "torch.float32"):
-        split_tensors({"rows": nested})

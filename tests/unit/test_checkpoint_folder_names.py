@@ -10,22 +10,13 @@ import pytest
 from accmt.checkpoint import manifest as names
 from accmt.checkpoint.manifest import (
     SILENT_FOR_S,
-    STEP,
     Unfinished,
     is_abandoned,
     make_unfinished_name,
     parse_unfinished_name,
-    step_name,
 )
-from tests.tables import each
 
 STARTED = int(psutil.Process().create_time())
-
-
-def test_names_of_steps_sort_as_their_numbers_and_are_recognised():
-    assert step_name(120) == "step-00000120"
-    assert STEP.fullmatch(step_name(123456789))[1] == "123456789"
-    assert all(STEP.fullmatch(name) is None for name in ("step-12", "step-00000120-2", "xstep-00000120", "step-best"))
 
 
 @pytest.mark.parametrize("kind", ["tmp", "old"])
@@ -34,11 +25,6 @@ def test_the_name_of_an_unfinished_folder_says_who_works_on_it(kind, monkeypatch
     name = make_unfinished_name(kind, 120)
     assert parse_unfinished_name(name) == Unfinished(kind, 120, "node_7.cluster_a_b", os.getpid(), STARTED)
     assert make_unfinished_name(kind, 120) != name
-
-
-@each("name", ["step-00000120", ".tmp-step-foo", ".tmp-weights", ".tmp-step-00000120-host-12", ""])
-def test_other_names_are_nobodys(name):
-    assert parse_unfinished_name(name) is None
 
 
 def unfinished(pid, started, host=None):

@@ -2,9 +2,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from accmt.checkpoint import frozen
 from accmt.checkpoint.contents import StateCollector, load_state, write_state
-from accmt.checkpoint.frozen import FrozenWeights, _sums, digest_of, find_frozen, require_same_frozen
+from accmt.checkpoint.frozen import FrozenWeights, _sums, digest_of, find_frozen
 from accmt.checkpoint.retention import estimate_size
 from accmt.errors import CheckpointError
 from tests.checkpoints import save_state
@@ -54,20 +53,6 @@ def test_only_what_an_adapter_is_around_is_left_out():
         *(f"{prefix}head.{name}" for name in ("weight", "bias")),
         f"{prefix}head_again.weight",
     }
-
-
-def test_an_adapter_that_is_not_active_is_kept():
-    model = build("default", "other")
-    assert not model.base_model.model.first.lora_A["other"].weight.requires_grad
-    assert not any("lora_" in name or "modules_to_save" in name for name in find_frozen(model))
-
-
-def test_frozen_weights_of_a_model_without_adapters_are_kept():
-    assert find_frozen(Base().requires_grad_(requires_grad=False)) == {}
-
-
-def test_names_are_plain_in_a_compiled_model():
-    assert find_frozen(torch.compile(build(), backend="eager")).keys() == find_frozen(build()).keys()
 
 
 def test_a_weight_that_is_trained_or_changed_after_all_is_no_longer_left_out():
@@ -160,18 +145,6 @@ def test_a_state_comes_back_without_its_frozen_weights_being_stored(tmp_path):
     assert stored < sum(path.stat().st_size for path in whole.glob("*.safetensors"))
 
 
-def test_a_weight_unfrozen_in_the_run_is_stored_and_comes_back(tmp_path):
-    model = build()
-    collector = StateCollector(model, [])
-    head = model.base_model.model.head.bias
-    head.requires_grad_()
-    head.data.add_(1)
-    write_state(collector.collect({}), tmp_path)
-    other = build()
-    load_state(other, [], tmp_path)
-    assert torch.equal(other.base_model.model.head.bias, head)
-
-
 def test_another_model_under_the_adapter_is_refused_by_name(tmp_path):
     save_state(build(), [], {}, tmp_path)
     other = build()
@@ -179,24 +152,6 @@ def test_another_model_under_the_adapter_is_refused_by_name(tmp_path):
         other.base_model.model.head.weight[0, 0] += 1e-6
     with raises_at(CheckpointError, "the frozen weights", "2 of 7 ", "head.weight, ", "head_again.weight"):
         load_state(other, [], tmp_path)
-
-
-def test_a_weight_that_is_not_there_counts_as_another():
-    with raises_at(CheckpointError, "the frozen weights", "1 of 1 ", "gone"):
-        require_same_frozen(build(), {"gone": "0" * 16})
-
-
-def test_nothing_is_read_where_nothing_was_left_out(monkeypatch):
-    read = []
-    for name in ("model_state", "plain_parameter_names", "digest_of"):
-        own = getattr(frozen, name)
-        monkeypatch.setattr(frozen, name, lambda entry, own=own, name=name: read.append(name) or own(entry))
-    model, digests = build(), FrozenWeights(build()).digests()
-    read.clear()
-    require_same_frozen(model, {})
-    assert read == []
-    require_same_frozen(model, digests)
-    assert set(read) == {"model_state", "plain_parameter_names", "digest_of"}, "this is how it would be seen"
 
 
 def test_the_estimated_size_is_that_of_what_is_stored(tmp_path):

@@ -147,8 +147,3 @@ def test_where_there_is_no_checkpoint_the_message_says_what_there_is(folder, tmp
         read_checkpoint(tmp_path / "other")
     with raises_at(NoCheckpointError, "weights.bin"):
         read_checkpoint(folder / "weights.bin")
-
-
-def test_a_checkpoint_may_be_renamed_and_have_files_beside_its_own(folder, tmp_path):
-    (folder / "notes.txt").write_text("mine")
-    assert read_checkpoint(folder.rename(tmp_path / "the best one")).step == 120

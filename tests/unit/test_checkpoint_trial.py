@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import SGD
 
-from accmt.checkpoint.contents import StateCollector, load_state
+from accmt.checkpoint.contents import load_state
 from accmt.checkpoint.state_dicts import require_complete
 from accmt.errors import CheckpointError, ModuleContractError, WeightsError
 from tests.checkpoints import save_state
@@ -97,27 +97,6 @@ def test_a_frozen_weight_that_a_model_leaves_out_has_to_be_the_same_at_a_resume(
     models[2].bias.data += 1
     with raises_at(CheckpointError, "the frozen weights", "bias"):
         load_state(models[2], [], tmp_path)
-
-
-def test_an_expanded_buffer_is_saved_and_loaded(tmp_path):
-    model, restored = Expanded(), Expanded()
-    with torch.no_grad():
-        model.ids = (model.ids + 5)[:1].expand(2, 4)
-    save_state(model, [], {}, tmp_path)
-    load_state(restored, [], tmp_path)
-    assert torch.equal(restored.ids, model.ids)
-
-
-def test_a_buffer_that_changes_its_shape_is_refused_where_it_did():
-    model = Expanded()
-    collector = StateCollector(model, [])
-    collector.collect({})
-    model.ids = torch.arange(5)
-    with raises_at(CheckpointError, "the state of the model", "ids is (5,) torch.int64", "(2, 4) torch.int64"):
-        collector.collect({})
-    model.ids = torch.arange(8.0).view(2, 4)
-    with raises_at(CheckpointError, "the state of the model", "ids is (2, 4) torch.float32"):
-        collector.collect({})
 
 
 def step(model, optimizer, number=0):

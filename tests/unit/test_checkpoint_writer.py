@@ -122,22 +122,6 @@ def test_a_checkpoint_holds_the_moment_of_its_save_though_training_goes_on(is_as
     assert run.failures == []
 
 
-def test_training_goes_on_while_the_files_are_not_yet_written(tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
-    with closing(Run(tmp_path)) as run:
-        run.update()
-        run.save({"window": [torch.tensor(1.0)]})
-        assert gate.is_reached.wait(30)
-        for _ in range(100):
-            run.update()
-        assert run.store.folder.exists()
-        assert not [name for name in names_in(tmp_path) if name.startswith("step-")]
-        gate.open()
-        run.writer.wait()
-        assert names_in(tmp_path) == ["step-00000001"]
-    assert values_in(tmp_path / "step-00000001") == ([1], [1], {"window": [torch.tensor(1.0)]})
-
-
 def test_what_changes_after_a_save_is_not_in_it(tmp_path, monkeypatch):
     gate = Gate(monkeypatch)
     best, others, info = {"loss": 0.5}, {"history": [1]}, {}
@@ -216,19 +200,6 @@ def test_a_folder_that_cannot_be_made_is_told_at_once(is_async, tmp_path):
     assert names_in(tmp_path / "ck") == ["step-00000000"]
 
 
-def test_a_publication_that_fails_is_told_and_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    with closing(Run(tmp_path)) as run:
-        run.save()
-        run.writer.wait()
-        run.update()
-        with monkeypatch.context() as patch:
-            patch.setattr("accmt.checkpoint.store.write_manifest", lambda *args: os.listdir("nowhere"))  # noqa: PTH208
-            run.save()
-            run.writer.wait()
-    assert "FileNotFoundError" in str(run.failures[0])
-    assert names_in(tmp_path) == ["step-00000000"]
-
-
 @pytest.mark.parametrize("act", ["save", "prepare"])
 def test_what_cannot_be_stored_is_raised_for_the_user_to_mend(act, tmp_path):
     with closing(Run(tmp_path)) as run:
@@ -254,35 +225,6 @@ def test_memory_is_one_copy_of_the_state_however_many_saves(tmp_path):
         assert psutil.Process().memory_info().rss - before < 12_000_000  # less than one more copy
         assert size_of(run.writer._snapshot) == 16_000_000
     assert size_of(run.writer._snapshot) == 0
-
-
-def test_memory_that_was_prepared_is_used_by_the_first_save(tmp_path):
-    with closing(Run(tmp_path)) as run:
-        run.update()
-        run.writer.prepare({})
-        run.writer.wait()
-        prepared = {name: buffer.data_ptr() for name, buffer in run.writer._snapshot._buffers.items()}
-        run.save()
-        assert {name: buffer.data_ptr() for name, buffer in run.writer._snapshot._buffers.items()} == prepared
-    assert names_in(tmp_path) == ["step-00000001"]
-    assert values_in(tmp_path / "step-00000001") == ([1], [1], {})
-
-
-def test_without_a_thread_nothing_is_copied(tmp_path):
-    with closing(Run(tmp_path, is_async=False)) as run:
-        run.writer.prepare({})
-        run.save()
-        assert size_of(run.writer._snapshot) == 0
-    assert names_in(tmp_path) == ["step-00000000"]
-
-
-@pytest.mark.parametrize("is_async", [True, False])
-def test_the_manifest_is_that_of_the_main_thread(is_async, tmp_path):
-    with closing(Run(tmp_path, is_async=is_async)) as run:
-        run.save(info={"epoch": 3})
-    manifest = CheckpointStore(tmp_path).newest().manifest
-    assert manifest.threads == torch.get_num_threads() == 1
-    assert (manifest.processes, manifest.info) == (1, {"epoch": 3})
 
 
 def test_an_error_that_is_none_of_the_storage_is_raised(tmp_path, monkeypatch):

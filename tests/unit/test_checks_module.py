@@ -12,6 +12,7 @@ from accmt.errors import ModuleContractError
 from accmt.setup.user_methods import adapt_training_step, adapt_validation_step
 from accmt.state import TrainingState
 from tests.raising import raises_at
+from tests.tables import each
 from tests.toys import check_module
 
 HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
@@ -143,26 +144,6 @@ def test_fit_refuses_before_it_reads_a_sample_or_writes_a_file(module, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("module", "has_validation"), [(Whole(), True), (OnlyStep(), True), (OnlyStep(), False), (Trains(), False)]
-)
-def test_a_module_that_keeps_the_contract_passes(module, has_validation):
-    check(module, has_validation=has_validation)
-
-
-def test_steps_set_on_the_object_count_as_defined():
-    module = Base()
-    module.training_step = lambda batch: batch
-    module.validation_step = lambda batch: batch
-    check(module)
-
-
-def test_a_partly_frozen_model_passes():
-    module = Whole()
-    module.model.bias.requires_grad_(requires_grad=False)
-    check(module)
-
-
 def test_names_that_are_only_alike_are_the_users_own():
     class Own(Whole):
         steps = 3
@@ -202,14 +183,6 @@ STATE = TrainingState(train_step=5, global_step=11, val_step=3)
 @pytest.mark.parametrize("name", ["training_step", "step"])
 def test_a_training_step_gets_the_further_parameters_it_names(name, step, expected):
     assert adapt_training_step(module_with(**{name: step}), STATE)("b") == expected
-
-
-def test_further_parameters_are_those_of_the_moment_of_the_call():
-    state = TrainingState()
-    step = adapt_training_step(module_with(training_step=lambda self, batch, batch_idx: batch_idx), state)
-    first = step("b")
-    state.count_batch()
-    assert (first, step("b")) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -262,19 +235,6 @@ def test_a_validation_step_with_other_parameters_is_refused(step):
         adapt_validation_step(validating("validation_step", step), "validation_step")
 
 
-def test_the_validation_step_stands_in_for_a_missing_test_step():
-    for name in ("test_step", "validation_step", "step"):
-        module = validating(name, lambda self, key, batch: [key, batch])
-        assert adapt_validation_step(module, "test_step")("k", "b") == ["k", "b"]
-
-
-def test_training_alone_needs_no_validation_step():
-    module = module_with(step=lambda self, batch, batch_idx: batch_idx)
-    adapt_validation_step(module, "validation_step")
-    adapt_validation_step(Trains(), "validation_step")
-    assert adapt_training_step(module, STATE)("b") == 5
-
-
 def make_optimizer(module):
     return torch.optim.SGD(module.model.parameters(), lr=0.1)
 
@@ -284,29 +244,16 @@ def make_scheduler(module):
 
 
 RETURNED_OPTIMIZERS = {
-    "a list": (lambda m: [make_optimizer(m)], "a list of SGD", "without brackets"),
-    "an empty list": (
-        lambda m: [],
-        "a list of nothing",
-        r"return torch.optim.SGD\(self.model.parameters\(\), lr=0.1\)",
-    ),
-    "two": (lambda m: [make_optimizer(m)] * 2, "a list of SGD, SGD", "to step several optimizers"),
-    "a pair": (lambda m: (make_optimizer(m), make_scheduler(m)), "a tuple of SGD, StepLR", "and def get_scheduler"),
-    "pair of lists": (lambda m: ([make_optimizer(m)], [make_scheduler(m)]), "a tuple of list, list", "and def get_sch"),
-    "a dict": (
-        lambda m: {"optimizer": make_optimizer(m), "lr_scheduler": {"scheduler": make_scheduler(m)}},
-        "a dict of SGD, dict",
-        "and def get_scheduler",
-    ),
-    "a class": (lambda m: torch.optim.SGD, "<class", r"return torch.optim.SGD\(self"),
-    "a scheduler": (make_scheduler, r"StepLR", r"return torch.optim.SGD\(self"),
-    "a name": (lambda m: "SGD", r"'SGD' \(str\)", r"return torch.optim.SGD\(self"),
-    "one with a closure": (
-        lambda m: torch.optim.LBFGS(m.model.parameters()),
-        "LBFGS, which evaluates the loss several times",
-        "call self.optimizer.step\\(closure\\)",
-    ),
-    "false": (lambda m: False, r"False \(bool\)", r"return torch.optim.SGD\(self"),
+    "a list": lambda m: [make_optimizer(m)],
+    "an empty list": lambda m: [],
+    "two": lambda m: [make_optimizer(m)] * 2,
+    "a pair": lambda m: (make_optimizer(m), make_scheduler(m)),
+    "a dict": lambda m: {"optimizer": make_optimizer(m), "lr_scheduler": {"scheduler": make_scheduler(m)}},
+    "a class": lambda m: torch.optim.SGD,
+    "a scheduler": make_scheduler,
+    "a name": lambda m: "SGD",
+    "one with a closure": lambda m: torch.optim.LBFGS(m.model.parameters()),
+    "false": lambda m: False,
 }
 
 
@@ -314,33 +261,17 @@ OF_MANUAL_STEPS = {"a list", "two", "one with a closure"}
 """What a module that steps by itself may return."""
 
 
-@pytest.mark.parametrize(
-    ("base", "returned"),
-    [
-        *[pytest.param(Whole, name, id=name) for name in RETURNED_OPTIMIZERS],
-        *[
-            pytest.param(ExtendedAcceleratorModule, name, id=f"{name}-manual")
-            for name in RETURNED_OPTIMIZERS
-            if name not in OF_MANUAL_STEPS
-        ],
-    ],
-)
-def test_an_optimizer_that_is_none_is_refused_before_training_with_the_line_to_write(base, returned):
-    make, got, do = RETURNED_OPTIMIZERS[returned]
-    own = type("Own", (base,), {**vars(Whole), **vars(Base), "training_step": None, "get_optimizer": make})
-    own.training_step = Trains.training_step
-    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
-    with raises_at(ModuleContractError, "Own.get_optimizer"):
-        trainer.fit(own(), TensorDataset(torch.ones(4, 2)))
-    assert trainer.state.train_step == 0
-
-
-def test_two_optimizers_are_told_what_the_module_does_not_do_already():
-    making_two = {"get_optimizer": RETURNED_OPTIMIZERS["two"][0]}
-    trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
-    by_itself = type("ByItself", (Whole,), {**vars(Whole), **making_two})
-    with raises_at(ModuleContractError, "ByItself.get_optimizer"):
-        trainer.fit(by_itself(), TensorDataset(torch.ones(4, 2)))
+@pytest.mark.parametrize("base", [Whole, ExtendedAcceleratorModule], ids=["automatic", "manual"])
+def test_an_optimizer_that_is_none_is_refused_before_training(base):
+    for name, make in RETURNED_OPTIMIZERS.items():
+        if base is ExtendedAcceleratorModule and name in OF_MANUAL_STEPS:
+            continue
+        own = type("Own", (base,), {**vars(Whole), **vars(Base), "training_step": None, "get_optimizer": make})
+        own.training_step = Trains.training_step
+        trainer = Trainer(HPS, "out/m", checkpoint_every=None, verbose=False)
+        with raises_at(ModuleContractError, "Own.get_optimizer"):
+            trainer.fit(own(), TensorDataset(torch.ones(4, 2)))
+        assert trainer.state.train_step == 0
 
 
 class ByEpoch:
@@ -353,30 +284,21 @@ class ByEpoch:
         return {}
 
 
-@pytest.mark.parametrize(
-    ("make", "got", "do"),
+@each(
+    "make",
     [
-        (lambda m, o: [torch.optim.lr_scheduler.StepLR(o, 1)], "a list of StepLR", "ChainedScheduler"),
-        (lambda m, o: (o, torch.optim.lr_scheduler.StepLR(o, 1)), "a tuple of SGD, StepLR", "return scheduler;"),
-        (
-            lambda m, o: {"scheduler": 1, "interval": "epoch"},
-            "a dict of int, str",
-            "step_scheduler_per_epoch",
-        ),
-        (lambda m, o: torch.optim.lr_scheduler.StepLR, "<class", "return scheduler;"),
-        (lambda m, o: lambda step: 1.0, r"<function", "return scheduler;"),
-        (
-            lambda m, o: ByEpoch(),
-            r"a ByEpoch, whose step\(epoch, metric=None\) requires arguments",
-            "wrap it in a class",
-        ),
+        lambda o: [torch.optim.lr_scheduler.StepLR(o, 1)],
+        lambda o: (o, torch.optim.lr_scheduler.StepLR(o, 1)),
+        lambda o: {"scheduler": 1, "interval": "epoch"},
+        lambda o: torch.optim.lr_scheduler.StepLR,
+        lambda o: lambda step: 1.0,
+        lambda o: ByEpoch(),
     ],
 )
-def test_a_scheduler_that_is_none_is_refused_before_training(make, got, do):
-    def get_scheduler(self, optimizer, steps_per_epoch, epochs):
-        return make(self, optimizer)
-
-    module = type("Own", (Trains,), {"get_scheduler": get_scheduler})()
+def test_a_scheduler_that_is_none_is_refused_before_training(make):
+    module = type(
+        "Own", (Trains,), {"get_scheduler": lambda self, optimizer, steps_per_epoch, epochs: make(optimizer)}
+    )()
     with raises_at(ModuleContractError, "Own.get_scheduler"):
         Trainer(HPS, "out/m", checkpoint_every=None, verbose=False).fit(module, TensorDataset(torch.ones(4, 2)))
 

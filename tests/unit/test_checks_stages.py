@@ -56,14 +56,6 @@ def test_checks_that_rely_on_a_failed_one_are_left_out(tmp_path: Path) -> None:
     assert [fault.where for fault in raised.value.faults] == ["fit"]
 
 
-def test_nothing_is_built_while_a_mistake_is_left(tmp_path: Path) -> None:
-    module = WithoutValidation()
-    with pytest.raises(ModuleContractError):
-        make_trainer(model_path=tmp_path / "model").fit(module, make_points(), make_points())
-    assert "optimizer" not in vars(module)
-    assert list(tmp_path.iterdir()) == []
-
-
 class WithoutModel(AcceleratorModule):
     def training_step(self, batch):
         return self.model(batch[0]).mean()

@@ -2,12 +2,13 @@ import logging
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt.data import SourceOptions, build_source
 from accmt.errors import DataError
 from accmt.messages import speaking
 from tests.raising import raises_at
+from tests.toys import Stream
 
 
 class Numbers:
@@ -77,22 +78,6 @@ def test_batches_of_a_users_loader_are_counted_without_what_is_skipped():
     assert [micro_batch.own_samples for micro_batch in micro_batches] == [4, 3, 1]
 
 
-def test_samples_are_not_known_beforehand_where_some_may_be_skipped():
-    assert build_source(Numbers(9), options()).samples_in(0, 2) is None
-    assert build_source(Numbers(9), options(skips_bad=False)).samples_in(0, 2) == 6
-
-
-def test_an_epoch_of_which_nothing_can_be_read_is_an_error():
-    with raises_at(DataError, "the training data", "7 unreadable", "sample 6: ValueError: no number 6"):
-        read(Numbers(7, range(7)))
-
-
-def test_a_hundred_samples_in_a_row_that_cannot_be_read_are_an_error():
-    with raises_at(DataError, "the training data", "unreadable", "ValueError: no number "):
-        read(Numbers(999, range(300, 999)), first=50)
-    assert len(read(Numbers(999, range(300, 398)))) == 333
-
-
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_far_more_than_a_hundred_in_all_that_are_not_in_a_row_are_skipped(batch_size):
     bad = [index for index in range(400) if index % 3 != 1] if batch_size == 1 else range(0, 400, 3)
@@ -108,18 +93,10 @@ def test_a_hundred_are_counted_from_the_last_that_could_be_read():
         read(Numbers(201, {*range(99), *range(100, 200)}), batch_size=1)
 
 
-def test_the_rest_of_an_epoch_may_be_bad():
-    assert numbers_of(read(Numbers(7, {6}), first=2)) == [None]
-
-
 def test_a_stream_says_that_it_cannot_skip(caplog):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
     with caplog.at_level(logging.WARNING), speaking(verbose=False):
-        build_source(Stream(), options())
-        build_source(Stream(), options())
+        build_source(Stream(4), options())
+        build_source(Stream(4), options())
     (record,) = caplog.records
     assert 'failures={"on_bad_sample": "skip"} has no effect on the training data' in record.message
     assert "catch errors where they are raised" in record.message

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from accmt.data import MicroBatch, count_samples, first_dimension
+from accmt.data import count_samples, first_dimension
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
@@ -74,13 +74,3 @@ def images(*channels):
 def test_a_batch_that_contradicts_what_was_collated_is_an_error_that_names_the_method_to_define(batch):
     with raises_at(DataError, "the number of samples in a batch", ", in a batch of 4 ", do="get_batch_size"):
         count_samples(batch, 4)
-
-
-def test_a_round_knows_nothing_that_it_was_not_told():
-    micro_batch = MicroBatch(3, "batch")
-    assert (micro_batch.num_samples, micro_batch.own_samples, micro_batch.is_last, micro_batch.is_partial) == (
-        None,
-        None,
-        False,
-        False,
-    )

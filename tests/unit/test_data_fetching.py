@@ -1,4 +1,3 @@
-import pickle
 import random
 import traceback
 
@@ -14,7 +13,7 @@ from accmt.data.fetching import BadSample, CollateFetched, Fetched, ReadableBatc
 from accmt.data.seeding import BatchIndices
 from accmt.errors import DataError
 from tests.raising import raises_at
-from tests.toys import Linear, make_trainer
+from tests.toys import Linear, Stream, make_trainer
 
 
 def draw():
@@ -87,32 +86,10 @@ def test_a_batch_is_fetched_under_the_seed_that_it_carries(kind):
     assert first.samples[0][1:] != first.samples[1][1:]
 
 
-def test_a_dataset_that_fetches_batches_gets_a_plain_list():
-    inner = Batched()
-    SeededDataset(inner).__getitems__(BatchIndices([4, 5], 7))
-    assert inner.asked == [[4, 5]]
-    assert type(inner.asked[0]) is list
-
-
 def test_a_seeded_dataset_is_read_by_index_too():
     dataset = SeededDataset(Noisy())
     assert len(dataset) == 10
     assert dataset[3][0] == 3
-
-
-@pytest.mark.parametrize("kind", [Broken, BrokenBatches])
-def test_an_error_of_a_sample_keeps_its_type_and_says_where_it_was(kind):
-    with pytest.raises(KeyError) as caught:
-        fetch(kind({2}))
-    assert caught.value.args == ("label of 2",)
-    (note,) = caught.value.__notes__
-    where, got, expected, do = note.splitlines()
-    assert where == f"reading sample 2 of {kind.__name__}"
-    assert got == "  got: KeyError: 'label of 2'"
-    assert expected.startswith("  expected: a sample for every index below 10")
-    assert do.startswith("  do:")
-    assert 'failures={"on_bad_sample": "skip"}' in do
-    assert "raise self.error or KeyError" in text_of(caught.value)
 
 
 @pytest.mark.parametrize("kind", [Broken, BrokenBatches])
@@ -167,16 +144,6 @@ def test_an_error_of_the_collate_function_names_the_samples():
     )
 
 
-def test_where_there_is_no_collate_function_the_one_of_torch_is_named():
-    class Unlike(Noisy):
-        def __getitem__(self, index):
-            return object()
-
-    with pytest.raises(TypeError) as caught:
-        read(Unlike())
-    assert "samples that torch's default_collate can collate" in caught.value.__notes__[0]
-
-
 def test_an_error_that_is_explained_already_gets_the_samples_only():
     class Uneven(Noisy):
         def __getitem__(self, index):
@@ -185,12 +152,6 @@ def test_an_error_that_is_explained_already_gets_the_samples_only():
     with raises_at(DataError, "making a batch") as caught:
         read(Uneven())
     assert caught.value.__notes__[0] == "making a batch of the samples [0, 1]"
-
-
-def test_of_a_large_batch_the_first_samples_are_named():
-    with pytest.raises(ZeroDivisionError) as caught:
-        CollateFetched(lambda samples: 1 / 0)(Fetched([0] * 99, range(99)))
-    assert "[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ...]" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -224,20 +185,9 @@ def test_bad_samples_are_left_out_and_described(kind):
     assert all(map(torch.equal, fetched.samples, again.samples))
 
 
-def test_a_long_description_is_cut():
-    (bad,) = fetch(Broken({1}, ValueError("x" * 999 + "\nmore")), [1], skips_bad=True).bad
-    assert len(bad.error) == 200
-    assert pickle.loads(pickle.dumps(bad)) == bad
-
-
 def test_an_error_of_the_collate_function_is_no_bad_sample():
     with pytest.raises(ZeroDivisionError):
         read(Noisy(), skips_bad=True, collate=lambda samples: 1 / 0)
-
-
-def test_a_batch_without_anything_left_is_not_put_together():
-    kept = CollateFetched(lambda samples: 1 / 0, skips_bad=True)(Fetched([], [3], (BadSample(3, "x"),)))
-    assert kept == (None, (BadSample(3, "x"),))
 
 
 def test_a_users_loader_names_its_samples_too():
@@ -251,12 +201,8 @@ def test_an_error_of_a_stream_says_after_what_it_came():
         yield from range(5)
         raise OSError("a torn shard")
 
-    class Stream(torch.utils.data.IterableDataset):
-        def __iter__(self):
-            return numbers()
-
     with pytest.raises(OSError, match="a torn shard") as caught:
-        read(Stream())
+        read(Stream(numbers()))
     where, got, _, do = caught.value.__notes__[0].splitlines()
     assert where == "the training data, epoch 1, after 4 samples"
     assert got == "  got: OSError: a torn shard"

@@ -48,11 +48,6 @@ def test_with_workers_samples_are_read_in_one_and_nothing_changes_here():
     assert (data.read, data.handle) == (0, None)
 
 
-@each(("length", "indices"), [(0, ""), (1, "0"), (2, "01"), (4, "0123"), (9, "01368")])
-def test_few_samples_are_read_at_places_of_the_length(length, indices):
-    assert "".join(sorted(read_rows(list(range(10)), length, num_workers=0))) == indices
-
-
 @dataclass
 class Pair:
     image: object

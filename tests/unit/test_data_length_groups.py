@@ -20,7 +20,9 @@ from accmt.data import Shard, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
 from tests.pairs import pairs
 from tests.raising import raises_at
-from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, pad, run
+from tests.toys import Stream
+from tests.toys import pad_texts as pad
+from tests.unit.test_loop_token_budget import LENGTHS, NUMBER, Break, BrokenError, Shaky, Texts, run
 
 BATCH = 8
 
@@ -47,25 +49,6 @@ def test_each_sample_comes_once_in_groups_of_50_batches_sorted_by_length() -> No
     assert order == draw(lengths)
 
 
-def test_batches_have_little_padding() -> None:
-    lengths = lengths_of_texts(4000)
-
-    def padded(order: list[int]) -> int:
-        batches = [[lengths[index] for index in order[start : start + 16]] for start in range(0, 4000, 16)]
-        return sum(max(batch) * len(batch) for batch in batches)
-
-    random_order = torch.randperm(4000, generator=torch.Generator().manual_seed(0)).tolist()
-    assert padded(draw(lengths, 16)) < 1.1 * sum(lengths) < 0.6 * padded(random_order)
-
-
-def test_few_data_are_still_random_in_the_large() -> None:
-    lengths = lengths_of_texts(64)
-    order = draw(lengths, 4)
-    assert [lengths[index] for index in order] != sorted(lengths, reverse=True)
-    assert draw([5], 4) == [0]
-    assert draw([], 4) == []
-
-
 def test_without_shuffling_groups_are_those_of_the_data() -> None:
     lengths = lengths_of_texts(400)
     order = draw(lengths, 2, shuffle=False)
@@ -81,17 +64,15 @@ class Repeated(Texts):
         return super().__getitem__(index % NUMBER)
 
 
-class Stream(IterableDataset[Any]):
-    """The texts without a length, drawing while they are read; may keep its position."""
+class DrawingStream(Stream):
+    """The texts without a length, drawing while they are read."""
 
     def __init__(self) -> None:
-        self.number, self.texts = NUMBER, Texts(draws=True)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.texts[index] for index in range(self.number))
+        super().__init__(Texts(draws=True))
+        self.number = NUMBER
 
 
-class Stateful(Stream):
+class Stateful(DrawingStream):
     """Keeps its position."""
 
     start = position = 0
@@ -100,7 +81,7 @@ class Stateful(Stream):
         start, self.start = self.start, 0
         for index in range(start, self.number):
             self.position = index + 1
-            yield self.texts[index]
+            yield self.values[index]
 
     def state_dict(self) -> dict[str, int]:
         return {"position": self.position}
@@ -125,7 +106,7 @@ def loader_of(data: Any, shard: Shard, batch_size: int) -> Any:
     return build_source(data, SourceOptions(**vars(options) | {"sampler": group_dataset(data, None, 2, shuffle=True)}))
 
 
-@pytest.mark.parametrize("make_data", [lambda: [Texts()[index] for index in range(NUMBER)], Stream])
+@pytest.mark.parametrize("make_data", [lambda: [Texts()[index] for index in range(NUMBER)], DrawingStream])
 def test_the_order_is_that_of_one_process(make_data: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accmt.data.planned.require_same_everywhere", lambda *_: None)  # one process plays both
     alone = [s["index"] for m in loader_of(make_data(), Shard(), 4).micro_batches(1) for s in m.batch]
@@ -143,7 +124,7 @@ def noisy_pad(samples: list[Any]) -> Any:
 
 KINDS: dict[str, Any] = {
     "list": lambda: [Texts()[index] for index in range(NUMBER)],
-    "stream": Stream,
+    "stream": DrawingStream,
     "stateful": Stateful,
     "hub": hub_stream,
 }
@@ -179,16 +160,16 @@ def test_a_stateful_stream_reads_only_its_buffer_again(tmp_path: Path) -> None:
     settings = {"checkpoint_every": "1 step", "data_options": {"group_by_length": True}}
     settings |= {"hps": {"max_tokens": None, "batch_size": 1, "epochs": 1}, "limit_batches": {"train": 12}}
     long = Stateful()
-    long.number, long.texts = 240, Repeated()
+    long.number, long.values = 240, Repeated()
     with pytest.raises(BrokenError):
         run(tmp_path, data=long, **settings, callbacks=[Break(5)])
-    assert sum(long.texts.reads.values()) == 50
+    assert sum(long.values.reads.values()) == 50
     again = Stateful()
-    again.number, again.texts = 240, Repeated()
+    again.number, again.values = 240, Repeated()
     settings["limit_batches"] = {"train": 55}
     _, recorder = run(tmp_path, data=again, resume="auto", **settings)
     assert recorder.state_after.samples_seen == 55
-    assert sum(again.texts.reads.values()) == 100
+    assert sum(again.values.reads.values()) == 100
 
 
 @pytest.mark.parametrize("max_tokens", [None, 64])

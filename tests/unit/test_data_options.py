@@ -1,12 +1,7 @@
-import pytest
-import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
 
 from accmt.data import Shard, SourceOptions
-from accmt.data.base import length_of, require_not_empty
-from accmt.data.fetching import WorkerStart
 from accmt.data.planned import BatchesSource, DatasetSource
-from accmt.errors import DataError
 from tests.tables import each
 
 
@@ -33,16 +28,6 @@ def options(**settings):
 )
 def test_a_whole_number_limits_rounds_and_a_float_is_a_fraction(limit, micro_batches, used):
     assert options(limit=limit).limit_micro_batches(micro_batches) == used
-
-
-def test_options_of_the_torch_loader():
-    settings = options(num_workers=2, persistent_workers=True, pin_memory=True, collate=list).torch_options()
-    start = settings.pop("worker_init_fn")
-    assert start == WorkerStart()
-    assert settings == {"collate_fn": list, "num_workers": 2, "pin_memory": True, "persistent_workers": True}
-    assert not options(persistent_workers=True).torch_options()["persistent_workers"]  # there are none
-    assert not options(num_workers=2).torch_options()["persistent_workers"]
-    assert torch.equal(options().torch_options()["collate_fn"]([1, 2]), torch.tensor([1, 2]))
 
 
 class Scheduled(list):
@@ -73,21 +58,3 @@ def test_data_that_a_distributed_sampler_shares_are_not_shared_twice():
     assert by_rank[0].seed != by_rank[1].seed
     assert settings.without_second_sharding(None, BatchSampler(samplers[0], 2, drop_last=False)) == by_rank[0]
     assert settings.without_second_sharding(SequentialSampler(range(8)), None) is settings
-
-
-def test_an_empty_epoch_is_rejected_with_what_was_found():
-    require_not_empty(1, options(), "one")
-    with pytest.raises(DataError, match="the training data\n  got: a folder without files\n.*at least one sample"):
-        require_not_empty(0, options(), "a folder without files")
-
-
-def test_a_length_that_raises_is_none():
-    class Lying:
-        def __len__(self):
-            raise NotImplementedError
-
-    assert length_of([1, 2]) == 2
-    assert length_of(Lying()) is None
-    assert length_of(iter([1])) is None
-    assert length_of(None) is None
-    assert length_of(BatchSampler(iter([1, 2]), 2, drop_last=False)) is None

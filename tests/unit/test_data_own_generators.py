@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import Dataset, Sampler
 
 from accmt import Callback
-from accmt.data.seeding import USER_GENERATORS, find_generators, keeping_generators, seed_generators, seed_with_global
-from tests.tables import each
+from accmt.data.seeding import find_generators
 from tests.toys import Linear, make_trainer
 
 KINDS = {
@@ -33,49 +32,9 @@ class Holder:
         return None
 
 
-@each("place", ["attribute", "bound method"])
-def test_a_generator_is_a_direct_attribute(place):
-    holder = Holder(rng=np.random.default_rng())
-    assert find_generators(holder if place == "attribute" else holder.draw) == [holder.rng]
-
-
-@each("place", ["another object", "list", "closure", "default"])
-def test_a_generator_elsewhere_is_the_users_to_seed(place):
-    rng = np.random.default_rng()
-
-    def closure():
-        return rng
-
-    holders = {
-        "another object": Holder(inner=Holder(rng=rng)),
-        "list": Holder(rngs=[rng]),
-        "closure": closure,
-        "default": lambda x=rng: x,
-    }
-    assert find_generators(holders[place]) == []
-
-
 def test_global_generators_and_those_of_the_system_are_left_out():
     assert find_generators(Holder(rng=torch.default_generator, system=random.SystemRandom())) == []
     assert find_generators(3) == []
-
-
-@each("kind", KINDS)
-def test_they_are_seeded_with_the_global_ones_and_given_back(kind):
-    generator, untouched = KINDS[kind](), KINDS[kind]()
-    holder = Holder(rng=generator)
-    drawn = []
-    with keeping_generators():
-        seed_with_global(holder)
-        seed_with_global(holder)
-        assert len(USER_GENERATORS) == 1
-        for seed in (1, 2, 1):
-            seed_generators(seed)
-            drawn.append(draw(generator))
-    assert USER_GENERATORS == []
-    assert drawn[0] == drawn[2] != drawn[1]
-    if kind not in ("numpy without a seed", "random"):
-        assert draw(generator) == draw(untouched)
 
 
 class Drawing(Dataset):

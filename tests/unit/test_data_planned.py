@@ -7,7 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
 
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.planned import BatchesSource, DatasetSource
+from accmt.data.planned import BatchesSource
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
@@ -100,44 +100,11 @@ def test_every_sample_is_seen_once_over_all_processes_whatever_the_sizes():
                 assert loaders[0].samples_in(0, loaders[0].num_micro_batches) == length
 
 
-def test_epochs_have_orders_of_their_own_that_repeat_with_the_seed():
-    (loader,) = build_all(lambda: Counted(30), 1, shuffle=True)
-    (again,) = build_all(lambda: Counted(30), 1, shuffle=True)
-    orders = [in_global_order([loader], epoch) for epoch in (0, 1, 2)]
-    assert len({tuple(order) for order in orders}) == 3
-    assert [in_global_order([again], epoch) for epoch in (2, 0)] == [orders[2], orders[0]]
-    (plain,) = build_all(lambda: Counted(30), 1)
-    assert in_global_order([plain], 5) == list(range(30))
-
-
 @each("count", [1, 2])
 @each("sampler", [SubsetRandomSampler([1, 3]), [1, 3], lambda data: SubsetRandomSampler([1, len(data) - 5])])
 def test_a_sampler_a_factory_or_a_list_decides_which_samples_are_seen(sampler, count):
     loaders = build_all(lambda: Counted(8), count, sampler=sampler, shuffle=True, batch_size=1)
     assert sorted(in_global_order(loaders)) == [1, 3]
-
-
-def test_a_distributed_sampler_is_not_shared_a_second_time():
-    samples = []
-    for rank in range(2):
-        sampler = DistributedSampler(range(8), num_replicas=2, rank=rank, shuffle=False)
-        (loader,) = [build_source(Counted(8), options(shard=Shard(rank, 2), sampler=sampler))]
-        samples.append(in_global_order([loader]))
-    assert samples == [[0, 2, 4, 6], [1, 3, 5, 7]]
-
-
-def test_a_sampler_whose_length_changes_changes_the_epochs_rounds():
-    class Growing:
-        def set_epoch(self, epoch):
-            self.epoch = epoch
-
-        def __iter__(self):
-            return iter(range(2 * self.epoch + 2))
-
-    (loader,) = build_all(lambda: Counted(8), 1, sampler=Growing())
-    assert loader.num_micro_batches == 1
-    assert in_global_order([loader], epoch=2) == [0, 1, 2, 3, 4, 5]
-    assert loader.num_micro_batches == 3
 
 
 @pytest.mark.parametrize(("count", "micro_batches"), [(1, 2), (2, 1)])
@@ -150,53 +117,12 @@ def test_drop_last_leaves_out_a_round_that_is_not_full(count, micro_batches):
     assert in_global_order(full) == list(range(8))
 
 
-def test_dropping_all_there_is_is_an_error():
-    with raises_at(DataError, "the training data", "3 samples for batches of 4", do="drop_last"):
-        build_source(Counted(3), options(batch_size=4, drop_last=True))
-
-
-@each(("limit", "micro_batches"), [(0.25, 2), (1.0, 8), (1, 1), (3, 3), (100, 8), (0.01, 1), (0, 0), (0.0, 0)])
-def test_limits_end_the_epoch_and_mark_its_last_round(limit, micro_batches):
-    (loader,) = build_all(lambda: Counted(16), 1, limit=limit)
-    assert loader.num_micro_batches == micro_batches
-    found = list(loader.micro_batches(0))
-    assert [r.index for r in found] == list(range(micro_batches))
-    assert [r.is_last for r in found] == [False] * (micro_batches - 1) + [True] * (micro_batches > 0)
-
-
 def test_what_a_limit_leaves_out_is_not_even_prefetched():
     data = Counted(100)
     (loader,) = build_all(lambda: data, 1, limit=2)
     list(loader.micro_batches(0))
     assert data.read == [0, 1, 2, 3]
     assert len(loader.dataloader) == 2
-
-
-@pytest.mark.usefixtures("without_fingerprints")
-@pytest.mark.parametrize("count", [1, 2, 3])
-def test_an_epoch_begun_later_is_the_tail_of_the_whole_and_reads_nothing_else(count):
-    whole = in_global_order(build_all(lambda: Counted(23), count, shuffle=True), epoch=1)
-    micro_batches = -(-23 // (2 * count))
-    for first in range(micro_batches + 1):
-        data = [Counted(23) for _ in range(count)]
-        loaders = [build_source(data[i], options(shard=Shard(i, count), shuffle=True)) for i in range(count)]
-        tail = in_global_order(loaders, epoch=1, first=first)
-        assert tail == whole[first * 2 * count :]
-        assert sorted(i for d in data for i in d.read) == sorted(tail)
-
-
-def test_of_ten_million_samples_skipped_none_is_read():
-    class Large(Counted):
-        def __getitem__(self, index):
-            self.read.append(index)
-            return torch.tensor(index)
-
-    data = Large(10_000_000)
-    (loader,) = build_all(lambda: data, 1, batch_size=10, shuffle=True)
-    batches = [r.batch for r in loader.micro_batches(3, first=999_999)]
-    assert len(batches) == 1
-    assert data.read == batches[0].tolist()
-    assert len(data.read) == 10
 
 
 def test_workers_change_neither_samples_nor_augmentation():
@@ -231,16 +157,6 @@ def test_augmentation_is_another_with_another_seed_or_purpose_and_ignores_what_h
     assert not torch.equal(read(purpose="validate")[:, 1:], first[:, 1:])
 
 
-def test_an_epoch_left_in_the_middle_does_not_disturb_the_next():
-    loader = build_source(Counted(40), options(num_workers=2, shuffle=True))
-    whole = in_global_order([loader], epoch=1)
-    left = loader.micro_batches(0)
-    next(left)
-    next(left)
-    left.close()
-    assert in_global_order([loader], epoch=1) == whole
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_dataset_is_told_the_epoch_in_its_workers_too(num_workers):
     for data in (Scheduled(), DataLoader(Scheduled(), num_workers=num_workers, persistent_workers=num_workers > 0)):
@@ -261,12 +177,6 @@ def test_a_datasets_dataset_is_one_with_whole_batches_fetched_at_once(num_worker
     micro_batches = [list(loader.micro_batches(0)) for loader in loaders]
     assert [r.batch["number"].tolist() for r in micro_batches[0]] == [[0, 1], [4, 5]]
     assert [r.batch["text"] for r in micro_batches[1]] == [["c", "d"], ["g"]]
-
-
-def test_a_collate_function_makes_the_batches():
-    loader = build_source(Counted(3), options(collate=lambda samples: {"sum": sum(samples)}))
-    assert [r.batch for r in loader.micro_batches(0)] == [{"sum": 1}, {"sum": 2}]
-    assert [r.own_samples for r in loader.micro_batches(0)] == [2, 1]
 
 
 def test_a_user_dataloader_keeps_batches_sampler_and_collate_function():
@@ -295,13 +205,6 @@ def test_a_user_dataloader_is_shared_without_loss_or_repetition(count, num_worke
     assert loaders[0].samples_in(0, 1) is None  # which batches there are is known when the epoch begins
     tail = in_global_order(loaders, epoch=1, first=1)
     assert tail == whole[3 * count :]
-
-
-def test_a_user_dataloader_skips_samples_without_reading_them():
-    data = Counted(100)
-    loader = build_source(DataLoader(data, batch_size=10), options())
-    assert in_global_order([loader], first=9) == list(range(90, 100))
-    assert data.read == list(range(90, 100))
 
 
 def test_a_user_dataloaders_generator_is_respected_and_the_same_on_every_process():
@@ -364,20 +267,6 @@ def test_a_batch_sampler_may_give_another_number_of_batches_than_its_length_says
     assert in_global_order(loaders) == [0, 1, 2, 3]
 
 
-def test_limits_count_rounds_of_a_user_dataloader():
-    assert [
-        build_all(lambda: DataLoader(range(16), batch_size=2), 2, limit=limit)[0].num_micro_batches
-        for limit in (0.25, 1, 1.0)
-    ] == [1, 1, 4]
-
-
-def test_the_torch_loader_underneath_knows_its_length():
-    loader = build_source(DataLoader(range(10), batch_size=2), options(shard=Shard(0, 2)))
-    list(loader.micro_batches(0))
-    assert len(loader.dataloader) == 3
-    assert len(build_source(Counted(10), options()).dataloader) == 5
-
-
 def test_options_of_a_user_dataloader_are_kept():
     given = DataLoader(
         range(4), num_workers=1, prefetch_factor=3, timeout=20, worker_init_fn=print, multiprocessing_context="fork"
@@ -401,7 +290,3 @@ def test_no_samples_and_no_batches_are_errors():
         build_source(DataLoader([1, 2], batch_size=3, drop_last=True), options())
     with raises_at(DataError, "the training data", "without batches"):
         build_source([1, 2], options(batch_sampler=[]))
-
-
-def test_the_loader_of_a_dataset_is_a_sized_one():
-    assert isinstance(build_source([1], options()), DatasetSource)

@@ -1,5 +1,4 @@
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Rando
 
 from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
-from accmt.data.base import EPOCH_START, EpochStart, plan_epoch, read_start
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
@@ -205,30 +203,6 @@ def test_of_ten_million_samples_skipped_none_is_read():
     assert len(data.read) == 10
 
 
-@pytest.mark.usefixtures("without_fingerprints")
-def test_another_size_of_batch_counts_rounds_on():
-    (loader,) = build_all(lambda: Augmented(40), 1, batch_size=2)
-    position = loader.position(0, 5)
-    order = position["order"]
-    assert position == {"kind": "dataset with a length", "samples": 10, "of": 40, "order": order, "rows": {}}
-    (other,) = build_all(lambda: Augmented(40), 1, batch_size=7)
-    assert other.num_micro_batches == 6
-    other.resume_from(0, 5, position)
-    assert other.num_micro_batches == 5 + 5  # 30 samples in batches of 7
-    assert [other.samples_in(i, i + 1) for i in range(5, 10)] == [7, 7, 7, 7, 2]
-    assert other.position(0, 7) == {
-        "kind": "dataset with a length",
-        "samples": 24,
-        "of": 40,
-        "order": order,
-        "rows": {},
-    }
-    assert [r.is_last for r in other.micro_batches(0, first=5)] == [False] * 4 + [True]
-    list(other.micro_batches(1))
-    assert other.num_micro_batches == 6
-    assert other.position(1, 6)["samples"] == 40
-
-
 @each(
     ("settings", "micro_batches"),
     [
@@ -255,38 +229,12 @@ def test_limits_and_drop_last_count_from_the_beginning_of_the_epoch(settings, mi
     assert loader.position(0, 10) == position
 
 
-def test_nothing_left_is_an_epoch_without_rounds_and_no_error():
-    (loader,) = build_all(lambda: Augmented(8), 1)
-    position = loader.position(0, 4)
-    (other,) = continue_on(build_all(lambda: Augmented(8), 1, batch_size=3), 0, 4, position)
-    assert list(other.micro_batches(0, first=4)) == []
-    assert other.num_micro_batches == 4
-    assert len(list(other.micro_batches(1))) == 3
-
-
 def test_at_the_beginning_of_an_epoch_there_is_nothing_to_fit():
     for make in (Augmented, by_shuffling_loader):
         (loader,) = build_all(lambda: make(8), 1)  # noqa: B023
         for position in ({}, loader.position(1, 0), {"kind": "stream", "samples": 0}, {"kind": "?", "of": 9}):
             loader.resume_from(1, 0, position)
             assert sorted(samples_of(read([loader], 1, 0))) == list(range(8))
-
-
-def test_the_position_at_a_beginning_draws_nothing():
-    class Watched(RandomSampler):
-        drawn = 0
-
-        def __iter__(self):
-            self.drawn += 1
-            return super().__iter__()
-
-    sampler = Watched(range(8))
-    loader = build_source(Augmented(8), options(sampler=sampler))
-    read([loader], 0, 0)
-    before = sampler.drawn
-    position = loader.position(1, 0)
-    assert (position["samples"], position["of"]) == (0, None)
-    assert sampler.drawn == before
 
 
 def test_data_of_another_length_cannot_resume():
@@ -350,24 +298,6 @@ def test_a_distributed_sampler_goes_on_for_each_process():
         other.resume_from(1, 2, loader.position(1, 2))
         seen += samples_of(read([other], 1, 2))
     assert sorted(seen) == list(range(16))
-
-
-def test_only_the_interrupted_epoch_begins_late():
-    start = EpochStart(3, 2, 16)
-    assert start.of(3, 2) is start.of(3, 5) is start
-    assert start.of(4, 2) is start.of(0, 2) is EPOCH_START
-    assert start.of(3, 0) is EPOCH_START  # read anew
-    assert read_start(3, 0, {"kind": "whatever"}, kind="stream", unit="samples", options=options()) is EPOCH_START
-
-
-def test_a_plan_over_another_grid_keeps_whole_batches_only_where_they_are_asked_for():
-    settings = options(batch_size=2, micro_batches_per_batch=2)
-    assert plan_epoch(23, settings).num_micro_batches == 12
-    assert plan_epoch(23, settings, multiple=4).num_micro_batches == 10
-    plans = [plan_epoch(23, settings, multiple=4, start=EpochStart(0, 3, passed)) for passed in (6, 7)]
-    assert [plan.num_micro_batches - 3 for plan in plans] == [7, 6]
-    ends = [[plan.samples_before(r) for r in range(3, plan.num_micro_batches + 1)] for plan in plans]
-    assert all(b - a == 2 for end in ends for a, b in pairwise(end))
 
 
 @pytest.mark.parametrize("changed", [{"seed": 4}, {"shuffle": False}])

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from accmt.data import Shard, set_seed
 from accmt.data.samplers import GlobalBatchSampler, Order, Plan, UserBatches
@@ -58,10 +58,6 @@ def test_the_order_is_a_permutation_of_its_own_in_each_epoch_and_repeats_with_th
     assert len({tuple(order) for order in orders}) == 5
     assert orders == [Order(50, 1, shuffle=True).at(epoch).tolist() for epoch in range(5)]
     assert Order(50, 2, shuffle=True).at(0).tolist() != orders[0]
-
-
-def test_without_shuffling_the_order_is_that_of_the_data():
-    assert Order(5, 1).at(3).tolist() == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
@@ -128,15 +124,6 @@ def test_a_sampler_is_told_the_epoch_and_drawn_once_in_it():
         order.size(epoch)
         order.at(epoch)
     assert sampler.epochs == [2, 3]
-
-
-def test_a_sampler_may_give_another_number_in_each_epoch():
-    class Growing(Told):
-        def __iter__(self):
-            return iter(self.indices[: self.epochs[-1] + 1])
-
-    order = Order(5, 1, sampler=Growing([0, 1, 2, 3]))
-    assert [order.size(epoch) for epoch in range(3)] == [1, 2, 3]
 
 
 def test_the_global_order_does_not_depend_on_the_number_of_processes():
@@ -225,28 +212,6 @@ def test_batches_that_are_drawn_as_they_come_are_the_same_on_every_process():
     assert num_samples == 6 * 3
 
 
-def test_the_generator_inside_a_batch_sampler_is_a_function_of_the_epoch():
-    def draw(epochs):
-        inner = RandomSampler(range(10), generator=torch.Generator().manual_seed(4))
-        shard = GlobalBatchSampler(UserBatches(BatchSampler(inner, 5, drop_last=False), 1), seed=1, purpose="train")
-        drawn = {}
-        for epoch in epochs:
-            shard.start_at(epoch, Plan(2, 1, Shard()), range(2))
-            drawn[epoch] = read_indices(shard)
-        return drawn
-
-    assert draw([0, 1, 2])[2] == draw([2])[2]
-    assert draw([0])[0] != draw([1])[1]
-
-
-def test_a_batch_sampler_is_told_the_epoch_and_so_is_the_sampler_in_it():
-    inner = Told([0, 1, 2, 3])
-    shard = GlobalBatchSampler(UserBatches(BatchSampler(inner, 2, drop_last=False), 1), seed=1, purpose="train")
-    shard.start_at(4, Plan(2, 1, Shard()), range(2))
-    assert read_indices(shard) == [[0, 1], [2, 3]]
-    assert inner.epochs == [4]
-
-
 def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_number_of_processes():
     def seeds(count):
         found = {}
@@ -260,7 +225,3 @@ def test_each_of_a_users_batches_has_a_seed_of_its_own_and_the_same_on_any_numbe
 
     assert seeds(1) == seeds(2) == seeds(3)
     assert len(set(seeds(1).values())) == 12
-
-
-def test_a_plain_sampler_has_no_randomness_to_derive():
-    assert Order(3, 1, sampler=SequentialSampler(range(3))).at(9).tolist() == [0, 1, 2]

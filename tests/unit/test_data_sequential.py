@@ -5,7 +5,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader
 
 from accmt.checkpoint.state_dicts import decode, encode
 from accmt.data import Shard, SourceOptions, build_source
@@ -14,28 +14,20 @@ from accmt.messages import speaking
 from tests.pairs import pairs
 from tests.raising import raises_at
 from tests.tables import each
+from tests.toys import SizedStream, Stream
 
 
-class Stream(IterableDataset):
-    """Numbers that can only be read from the start; its workers share them, as torch asks."""
-
-    def __init__(self, length):
-        self.length = length
-        self.num_read = 0
-
-    def __iter__(self):
-        worker = get_worker_info()
-        first, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
-        for number in range(first, self.length, step):
-            self.num_read += 1
-            yield torch.tensor([float(number)])
+def rows(length):
+    """Numbers as samples of one value."""
+    return torch.arange(float(length))[:, None]
 
 
-class Sized(Stream):
-    """A stream that knows its length."""
+def stream(length):
+    return Stream(rows(length))
 
-    def __len__(self):
-        return self.length
+
+def sized(length):
+    return SizedStream(rows(length))
 
 
 class Shuffled(Stream):
@@ -43,7 +35,7 @@ class Shuffled(Stream):
 
     def __iter__(self):
         waiting = []
-        for number in range(self.length):
+        for number in self.values:
             waiting.append(number)
             if len(waiting) == 5:
                 yield self.augment(waiting.pop(random.randrange(5)))
@@ -58,6 +50,7 @@ class Resuming(Stream):
 
     def __init__(self, length):
         super().__init__(length)
+        self.length = length
         self.epoch = 0
         self.begin = 0
         self.state = {"epochs": [], "next": 0}
@@ -115,7 +108,7 @@ class ResumingLoader(DataLoader):
 
 
 def plain_list(length):
-    return type("Plain", (), {"__iter__": lambda self: iter(torch.arange(float(length))[:, None])})()
+    return type("Plain", (), {"__iter__": lambda self: iter(rows(length))})()
 
 
 def streaming(length, **shuffle):
@@ -178,8 +171,8 @@ def same(micro_batches, others):
 
 
 STREAMS = {
-    "stream": Stream,
-    "with a length": Sized,
+    "stream": stream,
+    "with a length": sized,
     "plain": plain_list,
     "drawing": Shuffled,
     "with a state": Resuming,
@@ -188,9 +181,9 @@ STREAMS = {
     "datasets shuffled": lambda length: streaming(length, buffer_size=4),
 }
 LOADERS = {
-    "loader of a stream": loader_of(Stream),
+    "loader of a stream": loader_of(stream),
     "loader of a drawing stream": loader_of(Shuffled),
-    "loader of a stream with a length": loader_of(Sized),
+    "loader of a stream with a length": loader_of(sized),
     "loader of a stream with a state": loader_of(Resuming),
     "loader of datasets": lambda length: DataLoader(streaming(length), batch_size=3, collate_fn=stack),
     "loader without automatic batches": lambda length: DataLoader(
@@ -220,7 +213,7 @@ def test_the_same_launch_resumes_as_if_it_had_never_stopped(name, settings, coun
 
 
 @pytest.mark.parametrize(
-    ("make", "num_workers"), [*((make, 0) for make in STREAMS.values()), (Stream, 1), (Shuffled, 1)]
+    ("make", "num_workers"), [*((make, 0) for make in STREAMS.values()), (stream, 1), (Shuffled, 1)]
 )
 def test_an_epoch_of_a_stream_interrupted_on_4_then_2_then_3_then_1_processes_has_each_sample_once(make, num_workers):
     settings = {"num_workers": num_workers}
@@ -253,7 +246,7 @@ def test_an_epoch_of_a_loader_interrupted_on_4_then_2_then_3_then_1_processes_ha
     assert samples == samples_of(whole)
 
 
-@pytest.mark.parametrize(("kind", "num_workers"), [(Stream, 1), (Stream, 2), (Shuffled, 1)])
+@pytest.mark.parametrize(("kind", "num_workers"), [(stream, 1), (stream, 2), (Shuffled, 1)])
 def test_workers_read_again_just_what_they_read(kind, num_workers):
     settings = {"num_workers": num_workers, "collate": noisy}
     whole, _ = read(build_all(kind, 17, 1, **settings), 1)
@@ -273,18 +266,6 @@ def test_data_with_a_state_go_on_at_once(make, caplog):
     assert not caplog.messages  # what is not compared was said at the resume
     for part in (loader.dataloader, loader.dataloader.dataset, getattr(loader.dataloader.dataset, "data", None)):
         assert getattr(part, "num_read", 0) <= 6  # this micro-batch and the one read ahead
-
-
-@pytest.mark.parametrize("make", [streaming, LOADERS["loader of datasets"]], ids=["stream", "loader"])
-def test_data_that_went_on_begin_anew_in_a_later_run(make):
-    whole, _ = read(build_all(make, 22, 1), 1)
-    _, position = read(build_all(make, 22, 1), 1, last=3)
-    data = make(22)
-    (resumed,) = continue_on([build_source(data, options())], 1, 3, position)
-    micro_batches = resumed.micro_batches(1, first=3)
-    next(micro_batches)
-    micro_batches.close()
-    assert same(read([build_source(data, options())], 1)[0], whole)
 
 
 def test_the_state_is_that_after_the_round_and_stays_so_while_reading_goes_on():
@@ -310,7 +291,7 @@ def test_a_checkpoint_right_after_going_on_holds_the_same_position():
 
 
 def test_a_position_that_is_asked_for_too_late_is_an_error():
-    (loader,) = build_all(Stream, 20, 1)
+    (loader,) = build_all(stream, 20, 1)
     for _ in loader.micro_batches(0):
         pass
     assert loader.position(0, 10)["samples"] == 20
@@ -323,10 +304,10 @@ def test_a_position_that_is_asked_for_too_late_is_an_error():
 @pytest.mark.parametrize(
     ("make", "settings", "why"),
     [
-        (Stream, {}, "with state_dict and load_state_dict, and without workers"),
+        (stream, {}, "with state_dict and load_state_dict, and without workers"),
         (Resuming, {"num_workers": 1}, "only be used without workers"),
         (lambda length: streaming(length, buffer_size=4), {}, "the contents of the shuffle buffer"),
-        (loader_of(Stream), {}, "with state_dict and load_state_dict, and without workers"),
+        (loader_of(stream), {}, "with state_dict and load_state_dict, and without workers"),
         (loader_of(Resuming, num_workers=1), {}, "only be used without workers"),
     ],
 )
@@ -341,11 +322,9 @@ def test_reading_again_is_said_once_with_the_reason(make, settings, why, caplog)
     assert ("12 samples" in message) or ("6 batches" in message)
 
 
-class Other(Stream):
+def other_stream(length):
     """As many other numbers."""
-
-    def __iter__(self):
-        return (number + 100.0 for number in super().__iter__())
+    return Stream(rows(length) + 100)
 
 
 def in_batches(data):
@@ -355,7 +334,7 @@ def in_batches(data):
 @pytest.mark.parametrize("num_workers", [0, 1])
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_loader_that_is_read_again_must_have_the_samples_of_before(count, num_workers):
-    kept, other = (loader_of(data, num_workers=num_workers) for data in (Stream, Other))
+    kept, other = (loader_of(data, num_workers=num_workers) for data in (stream, other_stream))
     _, position = read(build_all(kept, 24, 2), 0, last=2)
     read(continue_on(build_all(kept, 24, count), 0, 2, position), 0, 2)
     with raises_at(DataError, "of a resumed epoch", "indices"):
@@ -363,8 +342,8 @@ def test_a_loader_that_is_read_again_must_have_the_samples_of_before(count, num_
 
 
 def test_a_loader_that_makes_no_batches_of_samples_says_that_its_batches_are_others(caplog):
-    _, position = read(build_all(in_batches(Stream), 12, 1), 0, last=2)
-    for data, is_said in ((Stream, False), (Other, True)):
+    _, position = read(build_all(in_batches(stream), 12, 1), 0, last=2)
+    for data, is_said in ((stream, False), (other_stream, True)):
         caplog.clear()
         with caplog.at_level(logging.INFO, "accmt"):
             read(continue_on(build_all(in_batches(data), 12, 1), 0, 2, position), 0, 2)
@@ -372,7 +351,7 @@ def test_a_loader_that_makes_no_batches_of_samples_says_that_its_batches_are_oth
 
 
 def test_a_position_without_samples_is_compared_with_nothing():
-    make = loader_of(Stream)
+    make = loader_of(stream)
     _, position = read(build_all(make, 24, 1), 0, last=2)
     older = {name: value for name, value in position.items() if name not in ("rows", "num_workers")}
     whole = samples_of(read(build_all(make, 24, 1), 0)[0])
@@ -400,7 +379,7 @@ def test_a_state_that_was_not_kept_is_replaced_by_reading_again(caplog):
     assert samples_of(read(others, 0, 3)[0]) == whole[6:]
 
 
-@each(("make", "length"), [(Stream, None), (Sized, 40)])
+@each(("make", "length"), [(stream, None), (sized, 40)])
 @each(("limit", "rest"), [(5, [6, 4]), (4, [4]), (3, []), (1, [])])
 def test_a_limit_counts_samples_from_the_beginning_of_the_epoch(make, length, limit, rest):
     _, position = read(build_all(make, 40, 1, batch_size=5), 0, last=4)  # 20 samples
@@ -416,20 +395,20 @@ def test_a_limit_counts_samples_from_the_beginning_of_the_epoch(make, length, li
 
 
 def test_a_position_tells_how_the_epoch_was_read_so_that_it_can_be_read_again():
-    _, position = read(build_all(Stream, 60, 1, batch_size=5), 0, last=4)
+    _, position = read(build_all(stream, 60, 1, batch_size=5), 0, last=4)
     rows = position["rows"]
     assert len(rows) == 5
     fixed = {"kind": "stream", "readers": 1, "rows": rows, "in_worker": False}
     assert position == {**fixed, "reads": [[0, 5]], "samples": 20}
-    _, position = read(continue_on(build_all(Stream, 60, 2, batch_size=3, limit=5), 0, 4, position), 0, 4)
+    _, position = read(continue_on(build_all(stream, 60, 2, batch_size=3, limit=5), 0, 4, position), 0, 4)
     assert (position["samples"], position["reads"]) == (30, [[0, 5], [20, 6]])  # the limit cut the last batch
-    rest, position = read(continue_on(build_all(Stream, 60, 1, batch_size=6), 0, 6, position), 0, 6)
+    rest, position = read(continue_on(build_all(stream, 60, 1, batch_size=6), 0, 6, position), 0, 6)
     assert (position["samples"], position["reads"]) == (60, [[0, 5], [20, 6], [30, 6]])
     assert samples_of(rest) == list(range(30, 60))
 
 
 def test_a_limit_of_a_loaders_batches_counts_from_the_beginning_of_the_epoch():
-    make = loader_of(Stream)
+    make = loader_of(stream)
     _, position = read(build_all(make, 61, 4), 0, last=2)  # 8 batches
     others = continue_on(build_all(make, 61, 3, limit=4), 0, 2, position)
     assert others[0].num_micro_batches == 2 + 2  # 12 batches in all
@@ -437,48 +416,41 @@ def test_a_limit_of_a_loaders_batches_counts_from_the_beginning_of_the_epoch():
     assert samples_of(micro_batches) == list(range(24, 36))
 
 
-def test_a_limit_below_what_is_passed_leaves_nothing_where_workers_read_again():
-    _, position = read(build_all(Stream, 40, 1, num_workers=1), 0, last=4)
-    (loader,) = continue_on(build_all(Stream, 40, 1, num_workers=1, limit=2), 0, 4, position)
-    assert loader.num_micro_batches == 4
-    assert list(loader.micro_batches(0, first=4)) == []
-
-
 def test_nothing_left_is_no_error_but_an_empty_epoch_is():
-    for make in (Stream, Resuming, loader_of(Stream), loader_of(Resuming)):
+    for make in (stream, Resuming, loader_of(stream), loader_of(Resuming)):
         micro_batches, position = read(build_all(make, 6, 1), 0)
         (loader,) = continue_on(build_all(make, 6, 1), 0, len(micro_batches), position)
         assert list(loader.micro_batches(0, first=len(micro_batches))) == []
         assert samples_of(read([loader], 1)[0])
     with raises_at(DataError, "the training data", "no samples"):
-        list(build_source(Stream(0), options()).micro_batches(0))
+        list(build_source(stream(0), options()).micro_batches(0))
 
 
 def test_several_workers_cannot_resume_with_other_processes_or_workers():
-    _, position = read(build_all(Stream, 40, 1, num_workers=2), 0, last=3)
+    _, position = read(build_all(stream, 40, 1, num_workers=2), 0, last=3)
     for settings in ({"num_workers": 1}, {"num_workers": 0}, {"num_workers": 2, "batch_size": 4}):
-        (other,) = build_all(Stream, 40, 1, **settings)
+        (other,) = build_all(stream, 40, 1, **settings)
         with raises_at(DataError, "of a resumed epoch", expected="2 and 2"):
             other.resume_from(0, 3, position)
-    _, of_one = read(build_all(Stream, 40, 1, num_workers=1), 0, last=3)
-    (other,) = build_all(Stream, 40, 1, num_workers=2)
+    _, of_one = read(build_all(stream, 40, 1, num_workers=1), 0, last=3)
+    (other,) = build_all(stream, 40, 1, num_workers=2)
     with raises_at(DataError, "of a resumed epoch", "2 workers and 2", expected="1 and 2"):
         other.resume_from(0, 3, of_one)
 
 
 def test_a_loader_that_cuts_other_batches_cannot_resume():
-    _, position = read(build_all(loader_of(Stream), 40, 1), 0, last=3)
-    for given in (DataLoader(Stream(40), batch_size=4), DataLoader(Stream(40), batch_size=3, num_workers=2)):
+    _, position = read(build_all(loader_of(stream), 40, 1), 0, last=3)
+    for given in (DataLoader(stream(40), batch_size=4), DataLoader(stream(40), batch_size=3, num_workers=2)):
         with raises_at(DataError, "of a resumed epoch", "DataLoader", expected="{'batch_size': 3, 'readers': 1}"):
             build_source(given, options()).resume_from(0, 3, position)
-    one_worker = build_source(DataLoader(Stream(40), batch_size=3, num_workers=1), options())
+    one_worker = build_source(DataLoader(stream(40), batch_size=3, num_workers=1), options())
     one_worker.resume_from(0, 3, position)
     assert samples_of(read([one_worker], 0, 3)[0]) == list(range(9, 40))
 
 
 def test_a_position_of_another_kind_is_rejected():
     with raises_at(DataError, "of a resumed epoch", "dataset with a length", expected="a stream"):
-        build_source(Stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
-    loader = build_source(Stream(8), options())
+        build_source(stream(8), options()).resume_from(0, 1, {"kind": "dataset with a length", "samples": 2, "of": 8})
+    loader = build_source(stream(8), options())
     loader.resume_from(1, 0, {"kind": "dataset with a length", "samples": 0, "of": None})  # an epoch that begins
     assert samples_of(read([loader], 1)[0]) == list(range(8))

@@ -37,24 +37,6 @@ def test_the_parts_of_a_round_are_as_even_as_can_be_and_no_larger_than_a_batch()
             assert sum(sizes) == samples_in(shares[0], micro_batch, micro_batch + 1)
 
 
-def test_only_the_last_round_may_be_short():
-    for num_samples, batch_size, count in grid():
-        plan = Plan(num_samples, batch_size, Shard(0, count))
-        sizes = [samples_in(plan, r, r + 1) for r in range(plan.num_micro_batches)]
-        assert all(size == batch_size * count for size in sizes[:-1])
-        assert 0 < sizes[-1] <= batch_size * count
-
-
-def test_samples_of_several_rounds_are_the_sum_of_theirs():
-    for num_samples, batch_size, count in grid():
-        plan = Plan(num_samples, batch_size, Shard(0, count))
-        micro_batches = plan.num_micro_batches
-        for first in range(micro_batches):
-            sizes = [samples_in(plan, r, r + 1) for r in range(first, micro_batches)]
-            assert samples_in(plan, first, micro_batches) == sum(sizes)
-        assert samples_in(plan, 0, micro_batches) == num_samples
-
-
 def test_five_samples_for_two_processes_by_hand():
     first, second = plans(5, 2, 2)
     assert (first.global_batch_size, first.num_micro_batches) == (4, 2)
@@ -81,13 +63,3 @@ def test_a_plan_that_goes_on_counts_rounds_on_and_cuts_what_is_left():
                 num_samples,
                 num_samples,
             ]
-
-
-def test_a_plan_in_the_grid_of_the_whole_epoch_is_the_tail_of_it():
-    for num_samples, batch_size, count in grid():
-        whole = Plan(num_samples, batch_size, Shard(count - 1, count))
-        for first in range(whole.num_micro_batches):
-            rest = Plan(num_samples, batch_size, Shard(count - 1, count), first, first * batch_size * count)
-            assert rest.num_micro_batches == whole.num_micro_batches
-            micro_batches = range(first, whole.num_micro_batches)
-            assert [rest.local_indices(r) for r in micro_batches] == [whole.local_indices(r) for r in micro_batches]

@@ -1,6 +1,6 @@
 import datasets
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accmt.addons.streams import StreamSource, UserLoaderSource
 from accmt.data import SourceOptions, build_source
@@ -8,19 +8,10 @@ from accmt.data.planned import BatchesSource, DatasetSource
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
+from tests.toys import SizedStream, Stream
 
 TENSORS = TensorDataset(torch.arange(4))
 TABLE = datasets.Dataset.from_dict({"number": [1, 2, 3]})
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(3))
-
-
-class SizedStream(Stream):
-    def __len__(self):
-        return 3
 
 
 class WithoutLength(Dataset):
@@ -39,12 +30,12 @@ def options(**settings):
         (lambda: [1, 2], DatasetSource),
         (lambda: TABLE, DatasetSource),
         (lambda: TABLE.to_iterable_dataset(), StreamSource),
-        (lambda: Stream(), StreamSource),
-        (lambda: SizedStream(), StreamSource),
+        (lambda: Stream(3), StreamSource),
+        (lambda: SizedStream(3), StreamSource),
         (lambda: {1, 2}, StreamSource),
         (lambda: DataLoader(TENSORS), BatchesSource),
         (lambda: DataLoader(TABLE), BatchesSource),
-        (lambda: DataLoader(Stream()), UserLoaderSource),
+        (lambda: DataLoader(Stream(3)), UserLoaderSource),
         (lambda: DataLoader(TENSORS, batch_size=None), UserLoaderSource),
     ],
 )

@@ -126,12 +126,3 @@ def test_a_state_is_a_copy_both_ways():
     assert owner.state == {"next": [1, 3]}  # the data's own business
     with state.restored({"samples": 3}):
         assert owner.state == {"next": [1, 3]}
-
-
-def test_without_both_methods_or_with_workers_there_is_no_state():
-    for owner, workers, why in [([1, 2], 0, "with state_dict and load_state_dict"), (Resuming(), 1, "without workers")]:
-        state = StreamState(owner, num_workers=workers)
-        assert why in state.why_not
-        assert state.take() == {}
-        assert not state.is_in({"state": 1})
-    assert not StreamState(Resuming()).is_in({"samples": 3})

@@ -73,18 +73,6 @@ def test_a_sample_longer_than_the_budget_is_a_micro_batch_of_its_own() -> None:
     assert sorted(map(sorted, own)) == [[0], [1, 2, 4], [3]]
 
 
-def test_samples_of_length_0_count_as_1() -> None:
-    [own] = cut_by_tokens([0] * 10, TokenBudget(4, 100))
-    assert sorted(map(len, own)) == [3, 3, 4] or max(map(len, own)) <= 4
-
-
-def test_padding_is_much_less_than_that_of_batches_as_read() -> None:
-    lengths = lengths_of_texts(128, seed=3)
-    as_read = sum(padded_tokens(range(start, start + 16), lengths) for start in range(0, 128, 16))
-    [own] = cut_by_tokens(lengths, TokenBudget(2048, 10**6))
-    assert tokens_of(own, lengths) < 0.6 * as_read
-
-
 @each(
     ("sample", "length"),
     [

@@ -3,12 +3,12 @@ import textwrap
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
 
 from accmt.data import SourceOptions, UnshardedSource, build_source
 from accmt.errors import DataError
 from tests.launching import launch
 from tests.raising import raises_at
+from tests.toys import Stream
 
 CPU = torch.device("cpu")
 SCRIPT = """
@@ -58,13 +58,6 @@ dist.destroy_process_group()
 """
 
 
-class Stream(IterableDataset):
-    """Numbers that can only be read from the start."""
-
-    def __iter__(self):
-        return iter(range(9))
-
-
 def make(data, **settings):
     return UnshardedSource(build_source(data, SourceOptions(purpose="train", batch_size=2, **settings)))
 
@@ -95,7 +88,7 @@ def test_each_process_goes_on_in_its_own_data_also_one_that_is_at_its_end(result
     assert results[0][kind][1][0][0] == results[1][kind][1][0][0]  # every process holds the positions of all
 
 
-@pytest.mark.parametrize("make_data", [lambda: list(range(9)), Stream])
+@pytest.mark.parametrize("make_data", [lambda: list(range(9)), lambda: Stream(9)])
 def test_one_process_with_data_of_its_own_goes_on_too(make_data):
     stopped, other = make(make_data()), make(make_data())
     micro_batches = stopped.micro_batches(0)

@@ -6,10 +6,11 @@ import time
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt.data import SourceOptions, build_source, note_dead_worker
 from accmt.data.fetching import _wait_at_each_fork, leave_signals_to_parent
+from tests.toys import Stream
 
 
 class Numbers:
@@ -30,11 +31,6 @@ class Numbers:
 class Scheduled(Numbers):
     def set_epoch(self, epoch):
         pass
-
-
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter(range(40))
 
 
 def build(data, workers=2):
@@ -61,7 +57,7 @@ def test_what_cannot_be_sent_to_workers_that_are_not_forked_is_named(part):
     assert f"the {part}, for loader workers started by 'spawn'" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("data", [Numbers(), Scheduled(), Stream()], ids=lambda data: type(data).__name__)
+@pytest.mark.parametrize("data", [Numbers(), Scheduled(), Stream(40)], ids=lambda data: type(data).__name__)
 def test_workers_end_with_the_run_even_if_a_traceback_holds_their_iterator(data):
     loader = build(data)
     micro_batches = loader.micro_batches(0)
@@ -109,21 +105,15 @@ def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
     loader.end_workers()
 
 
-def test_other_errors_are_left_as_they_are():
-    error = RuntimeError("something else")
-    note_dead_worker(error)
-    assert not hasattr(error, "__notes__")
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="there a fork waits for no lock that another thread held")
 def test_each_fork_waits_for_the_lock_on_the_list_of_threads(monkeypatch):
     registered = []
     monkeypatch.setattr(os, "register_at_fork", lambda **hooks: registered.append(hooks))
     _wait_at_each_fork.cache_clear()
-    for data in (Numbers(), Stream()):
+    for data in (Numbers(), Stream(40)):
         list(build(data, workers=0).micro_batches(0))
     assert registered == []
-    for data in (Numbers(), Stream()):
+    for data in (Numbers(), Stream(40)):
         list(build(data).micro_batches(0))
     assert registered == [{"before": sys._current_frames}]
     _wait_at_each_fork.cache_clear()

@@ -54,12 +54,6 @@ def test_the_accelerator_itself_may_find_the_device_busy(monkeypatch):
         make_trainer().fit(Linear(), make_points())
 
 
-@pytest.mark.parametrize("name", ["cpu", "meta"])
-def test_what_has_no_driver_is_not_touched(monkeypatch, name):
-    monkeypatch.setattr(torch, "ones", None)
-    touch(torch.device(name))
-
-
 def test_a_device_is_used_and_its_result_is_waited_for(monkeypatch):
     used = []
 

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from accmt.engine.meta_device import as_wholes, fill
-from accmt.engine.shards import untie
 from accmt.errors import ModuleContractError
 from tests.raising import raises_at
 
@@ -77,11 +76,3 @@ def test_parts_are_drawn_in_the_order_in_which_they_were_built() -> None:
         model = Outer()
     fill(model, torch.device("cpu"))
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), expected.parameters(), strict=True))
-
-
-def test_each_place_of_a_tied_weight_gets_one_of_its_own() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    assert untie(model) == [[(model[0], "weight"), (model[1], "weight")]]
-    assert model[1].weight is not model[0].weight
-    assert untie(model) == []

@@ -146,11 +146,6 @@ def test_copies_of_a_split_model_that_a_launch_asks_for_are_an_error(
         find_parallelism(RunningSettings(accelerator={"parallelism_config": config}))
 
 
-def test_sizes_that_do_not_make_the_number_of_processes_are_an_error(eight_processes: None) -> None:
-    with raises_at(ArgumentError, "the parallelism"):
-        find_parallelism(RunningSettings(parallelism={"replicate": 2, "shard": 3}))
-
-
 @pytest.mark.parametrize(
     ("first", "second"),
     [({"shard": 8}, {"shard": 2, "replicate": 4}), ({"shard": 4, "replicate": 2}, {"fsdp": True}), ({}, {"shard": 8})],
@@ -184,18 +179,3 @@ def test_the_engine_is_asked_for_in_one_place(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with raises_at(ArgumentError, "the parallelism"):
         find_parallelism(RunningSettings(parallelism={"fsdp": True}))
-
-
-@pytest.mark.parametrize(
-    ("parallelism", "do"),
-    [
-        ({"fdsp": True}, "did you mean fsdp"),
-        ({"shard": 0}, "at least 1"),
-        ({"fsdp": {"reshard_after_foward": True}}, "did you mean reshard_after_forward"),
-        ("fsdp", "a dict with any of fsdp, shard, replicate, tp"),
-    ],
-)
-def test_what_is_asked_for_is_checked_when_the_trainer_is_made(parallelism: Any, do: str) -> None:
-    with pytest.raises(ArgumentError) as raised:
-        make_trainer(parallelism=parallelism)
-    assert do in str(raised.value)

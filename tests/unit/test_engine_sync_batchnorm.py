@@ -5,7 +5,6 @@ torch has `SyncBatchNorm` on GPUs only, so what it computes is tried in tests/di
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -63,18 +62,6 @@ def test_it_is_what_torch_converts():
             assert {name: vars(own)[name] for name in plain} == plain
 
 
-def test_a_layer_keeps_its_hooks_and_a_copy_finds_back_too():
-    model, calls = build(), []
-    model[1].register_forward_hook(lambda *_: calls.append("called"))
-    synchronize(model)
-    copied = copy.deepcopy(model)
-    model[:3](torch.randn(2, 3))
-    assert calls == ["called"]
-    restore_batch_norm(copied)
-    assert kinds(copied) == kinds(build())
-    assert kinds(model) != kinds(build())
-
-
 def test_a_round_apart_is_that_of_plain_batch_norm(monkeypatch):
     model, plain, inputs = build()[:3], build()[:3], torch.randn(5, 3)
     synchronize(model)
@@ -99,14 +86,6 @@ def test_a_layer_that_computes_more_is_refused_before_any_is_changed():
     with raises_at(ArgumentError, "Trainer(sync_batchnorm=True)"):
         synchronize(model)
     assert kinds(model) == ["Sequential", "BatchNorm1d", "NormAndActivation"]
-
-
-def test_synchronized_layers_of_the_users_own_stay_so():
-    model = nn.Sequential(nn.SyncBatchNorm(4), nn.BatchNorm1d(4))
-    synchronize(model)
-    assert len(synchronized_layers(model)) == 2
-    restore_batch_norm(model)
-    assert kinds(model) == ["Sequential", "SyncBatchNorm", "BatchNorm1d"]
 
 
 def test_a_model_without_batch_norm_is_told_about(caplog):

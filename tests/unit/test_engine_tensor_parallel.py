@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -24,7 +24,6 @@ from accmt.optimization import ChainedOptimizer, build_optimizer
 from accmt.optimization.optimizers import mesh_by_mesh
 from accmt.options import HyperParameters
 from accmt.processes import data_index, each_once, is_counted, num_data_processes, share_batches, sum_over_data
-from accmt.sharded_tensors import by_mesh
 from tests.raising import raises_at
 
 
@@ -56,10 +55,6 @@ def test_a_split_model_shows_which_processes_share_a_batch(
     assert each_once(list(range(4))) == list(range(0, 4, size))
 
 
-def test_a_model_that_is_whole_is_split_as_asked(rank: int) -> None:
-    assert [ranks_of_batch(nn.Linear(2, 2), asked) for asked in (1, 2)] == [1, 2]
-
-
 def test_processes_of_a_split_that_are_not_neighbours_are_an_error(rank: int) -> None:
     with raises_at(ModuleContractError, "self.model") as raised:
         ranks_of_batch(make_split((2, 2), ("tp", "dp")), 1)
@@ -75,16 +70,6 @@ def test_a_sum_over_the_data_takes_what_is_shared_once(rank: int, monkeypatch: p
     share_batches(2)
     monkeypatch.setattr("accmt.processes.sum_over_processes", lambda values: values)
     assert sum_over_data((3.0, 1.0)) == ((3.0, 1.0) if rank == 0 else [0.0, 0.0])
-
-
-def test_tensors_of_several_kinds_are_divided_with_what_belongs_to_them(rank: int) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    plain, both, split = torch.ones(2), torch.ones(2), torch.ones(2)
-    of_both = DTensor.from_local(both, mesh, [Replicate(), Shard(0)])
-    of_split = DTensor.from_local(split, mesh["tp"], [Shard(0)])
-    tensors = [plain, of_both, of_split, plain]
-    divided = by_mesh(tensors, [torch.tensor(float(number)) for number in range(4)])
-    assert [[float(number) for number in numbers] for _, numbers in divided] == [[0, 3], [1], [2]]
 
 
 @pytest.mark.parametrize("is_chained", [False, True])

@@ -17,13 +17,6 @@ from tests.tables import each
 PREEMPT, FINISH = Reason("SIGTERM", "preempt"), Reason("max_time", "finish")
 
 
-def test_alone_a_run_ends_at_the_next_point():
-    interruption = Interruption(is_listening=True)
-    assert interruption.pass_point() is None
-    interruption.request(PREEMPT)
-    assert interruption.pass_point() == PREEMPT
-
-
 def test_a_wish_to_finish_ends_training_once_and_a_signal_counts_more():
     interruption = Interruption(is_listening=True)
     interruption.request(FINISH)

@@ -70,6 +70,7 @@ make_trainer({"batch_size": 2}, "m").fit(Interrupted(), make_points(8))
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_ctrl_c_ends_has_its_exit_code(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     command = [sys.executable, "-c", INTERRUPTED]

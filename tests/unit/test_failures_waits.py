@@ -114,12 +114,3 @@ def test_a_long_wait_is_one_line_after_30_seconds_and_few_more(
     assert said in line
     assert processes.pass_time(3000, *stands) == ""
     assert len(warnings_of(caplog)) == 3
-
-
-def test_waits_that_end_in_time_are_not_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING, "accmt")
-    processes = Processes()
-    for step in range(20):
-        assert processes.pass_time(25, Stand(waits=True, begun={"all": step}), COMPUTING) == ""
-        assert processes.pass_time(2, COMPUTING, COMPUTING) == ""
-    assert warnings_of(caplog) == []

@@ -166,13 +166,6 @@ def test_skip_leaves_the_update_out_before_it_is_made(accumulation: int, tmp_pat
     assert trainer.state.samples_seen == 2 * SAMPLES
 
 
-def test_skip_tells_which_samples_were_left_out(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
-    train(make_data({10: NO_LOSS}), tmp_path, failures={"on_nonfinite": "skip"})
-    told = caplog.text
-    assert "loss nan at step 6 (epoch 1, batch 5) on process 0, samples [10, 11]: the step is skipped" in told
-    assert told.count("is skipped") == 2, "once in each epoch"
-
-
 class InfiniteGradient(Fit):
     """The gradient of the square root of 0 is infinite, and the loss is not."""
 
@@ -334,12 +327,6 @@ def test_a_thousand_losses_between_two_looks_are_all_looked_at() -> None:
         guard.after_batch(torch.tensor(NO_LOSS if number == 300 else 1.0), 1, Place(number, 0, number, number))
     assert [place.micro_batch for place, _, _ in guard.find()] == [300]
     assert guard.find() == []
-
-
-@pytest.mark.parametrize(("name", "value"), [("on_nonfinite", "ignore"), ("spike_guard", -1.0)])
-def test_wrong_values_are_refused(name: str, value: Any) -> None:
-    with raises_at(ArgumentError, f'Trainer(failures={{"{name}": '):
-        make_trainer(failures={name: value})
 
 
 def test_rollback_without_checkpoints_is_refused(tmp_path: Any) -> None:

@@ -95,15 +95,6 @@ def test_accumulation_by_hand_counts_the_updates_that_were_made():
     assert not torch.equal(module.model.weight, before)
 
 
-def test_step_is_no_shared_logic_of_a_manual_module():
-    class Incomplete(ExtendedAcceleratorModule):
-        def __init__(self):
-            self.model = nn.Linear(1, 1)
-
-    with raises_at(TypeError, "Incomplete"):
-        make_trainer().fit(Incomplete(), make_points())
-
-
 class Adversaries(ExtendedAcceleratorModule):
     """A generator and a discriminator with an optimizer each."""
 
@@ -225,15 +216,6 @@ def test_an_optimizer_that_the_run_does_not_have_is_refused():
 
     with raises_at(ModuleContractError, "an optimizer"):
         make_trainer({"batch_size": 4}).fit(Foreign(), make_points(4))
-
-
-def test_one_optimizer_is_the_only_one():
-    class Single(Manual):
-        def training_step(self, batch):
-            assert self.optimizers() == [self.optimizer]
-            return super().training_step(batch)
-
-    make_trainer(HPS).fit(Single(), make_points(4), make_points(4))
 
 
 class LightningOrder(Manual):

@@ -482,19 +482,6 @@ def test_what_to_return_is_said_where_nobody_knows(
     assert ("each batch is weighted by its target tokens" in printed) == (kind is Own)
 
 
-def test_a_step_that_says_its_weight_once_has_to_say_it_always() -> None:
-    class Once(Own):
-        count = 0
-
-        def training_step(self, batch: Any) -> Any:
-            self.count += 1
-            loss = self.model(**batch).loss
-            return {"loss": loss, "weight": 1} if self.count == 1 else loss
-
-    with raises_at(ModuleContractError, "training_step"):
-        train(Once(make_model()))
-
-
 def test_a_batch_for_which_no_model_is_called_is_not_weighed_by_the_one_before() -> None:
     class Without(Own):
         count = 0

@@ -12,14 +12,6 @@ def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_write_text_replaces_the_whole_content(tmp_path):
-    path = tmp_path / "note.txt"
-    write_text(path, "a long first content\n")
-    write_text(path, "zweite Fassung: ä\n")
-    assert path.read_bytes() == "zweite Fassung: ä\n".encode()
-    assert names_in(tmp_path) == ["note.txt"]
-
-
 def test_replace_file_keeps_old_content_and_leaves_nothing_behind_when_writing_fails(tmp_path):
     path = tmp_path / "weights.bin"
     path.write_bytes(b"old")
@@ -32,20 +24,6 @@ def test_replace_file_keeps_old_content_and_leaves_nothing_behind_when_writing_f
         replace_file(path, write_half)
     assert path.read_bytes() == b"old"
     assert names_in(tmp_path) == ["weights.bin"]
-
-
-def test_replace_file_shows_the_old_content_until_the_new_is_complete(tmp_path):
-    path = tmp_path / "status.json"
-    path.write_text("old")
-    seen = []
-
-    def write(temporary: Path) -> None:
-        temporary.write_text("new")
-        seen.append((path.read_text(), temporary.parent))
-
-    replace_file(path, write)
-    assert seen == [("old", tmp_path)]
-    assert path.read_text() == "new"
 
 
 def test_content_is_durable_before_the_rename_and_the_name_after_it(tmp_path, monkeypatch):
@@ -64,24 +42,6 @@ def test_content_is_durable_before_the_rename_and_the_name_after_it(tmp_path, mo
     monkeypatch.setattr(os, "replace", record_replace)
     write_text(tmp_path / "status.json", "{}")
     assert calls == [f".tmp-status.json-{os.getpid()}", "rename", tmp_path.name]
-
-
-def test_replace_file_fails_where_the_folder_is_missing(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        write_text(tmp_path / "missing" / "note.txt", "text")
-
-
-def test_writable_folder_may_be_missing_and_is_not_created(tmp_path):
-    require_writable_folder(tmp_path / "a" / "b", "model_path")
-    assert names_in(tmp_path) == []
-
-
-@pytest.mark.parametrize("below", [".", "inside"])
-def test_file_where_a_folder_should_be_is_refused_with_the_argument_in_the_message(tmp_path, below):
-    (tmp_path / "taken").write_text("a file")
-    with raises_at(SavingError, f"Trainer(model_path='{tmp_path / 'taken'}", "a file") as caught:
-        require_writable_folder(tmp_path / "taken" / below, "model_path")
-    assert caught.value.__suppress_context__  # no frames of tempfile before it
 
 
 def test_a_file_gets_the_permissions_of_a_new_one(tmp_path):

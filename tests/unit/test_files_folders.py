@@ -3,21 +3,12 @@ from pathlib import Path
 
 import pytest
 
-from accmt.files import find_free_name, format_bytes, free_space, staging_folder
+from accmt.files import format_bytes, free_space, staging_folder
 from tests.tables import each
 
 
 def names_in(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_staged_files_are_on_the_same_disk_and_gone_at_the_end(tmp_path):
-    with staging_folder(tmp_path, "weights") as staged:
-        (staged / "moved").write_text("moved")
-        (staged / "left").write_text("left")
-        assert staged.parent == tmp_path
-        (staged / "moved").replace(tmp_path / "moved")
-    assert names_in(tmp_path) == ["moved"]
 
 
 def test_what_a_killed_process_left_is_removed_first(tmp_path):
@@ -37,19 +28,6 @@ def test_staging_folder_is_removed_after_an_error(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         fail_half_way()
     assert names_in(tmp_path) == []
-
-
-def test_two_purposes_do_not_meet(tmp_path):
-    with staging_folder(tmp_path, "weights") as weights, staging_folder(tmp_path, "model-files") as files:
-        assert weights != files
-
-
-def test_a_taken_name_gets_a_number(tmp_path):
-    path = tmp_path / "x"
-    for expected in ("x", "x-2", "x-3"):
-        free = find_free_name(path)
-        assert free.name == expected
-        free.mkdir()
 
 
 @each(

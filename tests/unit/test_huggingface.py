@@ -33,7 +33,6 @@ from accmt.addons.pretrained import load_pretrained, load_pretrained_weights
 from accmt.errors import ArgumentError, ModuleContractError, SavingError, WeightsError
 from accmt.huggingface import (
     advise_wrapping,
-    is_transformers_model,
     load_model_weights,
     save_model,
     to_saved_format,
@@ -110,12 +109,6 @@ def save(model, folder, **arguments):
     return saved
 
 
-def compile_layer(model):
-    layers = model.bert.encoder.layer
-    layers[0] = torch.compile(layers[0], backend="eager")
-    return model
-
-
 @pytest.mark.parametrize("size", ["10GB", 2_000])
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
 @pytest.mark.parametrize(("build", "auto_class"), MODELS.items(), ids=lambda value: getattr(value, "__name__", ""))
@@ -165,25 +158,6 @@ def test_weights_and_config_are_those_that_save_pretrained_writes(tmp_path, buil
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-def test_compiled_layer_leaves_no_trace_in_the_folder(tmp_path):
-    model = compile_layer(bert())
-    save(model, tmp_path)
-    loaded, report = AutoModelForMaskedLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report.values())
-    assert torch.equal(outputs(loaded), outputs(model))
-    other = compile_layer(bert())
-    load_weights(other, tmp_path)
-    assert torch.equal(outputs(other), outputs(model))
-
-
-def test_half_precision_is_kept_in_weights_and_config(tmp_path):
-    model = gpt2().to(torch.bfloat16)
-    save(model, tmp_path)
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert loaded.dtype == torch.bfloat16
-    assert torch.equal(outputs(loaded), outputs(model))
-
-
 def test_weights_tied_only_at_run_time_are_written_under_both_names(tmp_path):
     model = bert()
     layers = model.bert.encoder.layer
@@ -210,14 +184,6 @@ def test_weights_that_the_model_does_not_save_stay_out():
     saved = to_saved_format(model, model.state_dict())
     assert "bert.embeddings.position_embeddings.weight" not in saved
     assert "bert.embeddings.word_embeddings.weight" in saved
-
-
-def test_state_dict_of_the_model_is_not_changed_by_saving(tmp_path):
-    model = t5()
-    names = list(model.state_dict())
-    save(model, tmp_path)
-    assert list(model.state_dict()) == names
-    assert model.config.architectures is None
 
 
 def test_processor_is_saved_beside_the_model_and_again_over_itself(tmp_path):
@@ -269,17 +235,6 @@ def test_a_generation_config_that_cannot_be_saved_is_an_error_before_training(mo
     make_trainer({"batch_size": 4}, model_saving=model_saving).fit(module, rows)
 
 
-def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):
-    class Nested:
-        def save_pretrained(self, folder):
-            (Path(folder) / "templates").mkdir()
-            (Path(folder) / "templates" / "chat.jinja").write_text("hello")
-
-    for _ in range(2):
-        save(bert(), tmp_path, processor=Nested())
-    assert (tmp_path / "templates" / "chat.jinja").read_text() == "hello"
-
-
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
@@ -293,13 +248,6 @@ def test_files_of_a_processor_in_folders_of_their_own_are_moved_too(tmp_path):
 def test_model_class_is_chosen_by_class_by_name_or_left_to_the_config(tmp_path, wanted, expected):
     save(bert(), tmp_path)
     assert type(load_pretrained(tmp_path, wanted)).__name__ == expected
-
-
-def test_further_arguments_reach_from_pretrained(tmp_path):
-    save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
-    model = load_pretrained(str(tmp_path), "AutoModelForSequenceClassification", output_attentions=True)
-    assert model.config.num_labels == 3
-    assert model.config.output_attentions
 
 
 @pytest.mark.parametrize("wanted", ["AutoModelForSequenceClasification", "BertTokenizer", "Trainer"])
@@ -369,17 +317,8 @@ def test_pretrained_weights_of_another_model_are_rejected(tmp_path):
     save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     with raises_at(WeightsError, str(tmp_path), "missing_keys: cls.predictions", "unexpected_keys: ", "classifier"):
         load_pretrained_weights(bert(), tmp_path)
-
-
-def test_pretrained_weights_of_another_shape_are_rejected_with_both_shapes(tmp_path):
-    save(BertForSequenceClassification(bert_config(num_labels=3)), tmp_path)
     with raises_at(WeightsError, str(tmp_path), "classifier.bias [3] for [4]", "classifier.weight [3, 8] for [4, 8]"):
         load_pretrained_weights(BertForSequenceClassification(bert_config(num_labels=4)), tmp_path)
-
-
-def test_transformers_models_are_told_from_others():
-    assert is_transformers_model(bert())
-    assert not is_transformers_model(nn.Linear(2, 2))
 
 
 def test_telling_models_apart_does_not_import_transformers():
@@ -441,20 +380,6 @@ def test_a_status_of_somebody_else_claims_no_file(tmp_path):
         assert (tmp_path / "config.json").exists()
 
 
-def test_a_missing_shard_is_named_for_transformers_models_too(tmp_path):
-    shard = save(bert(), tmp_path, max_shard_size=2_000).files[1]
-    (tmp_path / shard).unlink()
-    with raises_at(WeightsError, "index.json", shard):
-        load_model_weights(bert(), tmp_path)
-
-
-def test_a_folder_of_no_model_is_rejected_for_every_kind(tmp_path):
-    (tmp_path / "notes.txt").touch()
-    for model in (bert(), nn.Linear(2, 2)):
-        with raises_at(WeightsError, str(tmp_path), "notes.txt"):
-            load_model_weights(model, tmp_path)
-
-
 def test_not_strict_loads_what_a_transformers_model_has_in_common(tmp_path):
     source, target = bert(), BertForSequenceClassification(bert_config(num_labels=3))
     save(source, tmp_path)
@@ -489,11 +414,3 @@ def test_the_head_of_a_card_names_a_base_model_of_the_hub_only(name, shown):
     model.config._name_or_path = name
     model.name_or_path = name
     assert ("base_model" in describe_model(model)) == shown
-
-
-def test_a_base_model_in_a_folder_of_this_machine_is_not_named(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "bert").mkdir()
-    model = bert()
-    model.name_or_path = "bert"
-    assert "base_model" not in describe_model(model)

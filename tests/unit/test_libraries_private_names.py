@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import ast
 import copy
-import inspect
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import nn
-from torch.utils.data import DataLoader
 
 import accmt
 from accmt.libraries import private_names as names
 
 PACKAGE = Path(accmt.__file__).parent
 HOME = PACKAGE / "libraries" / "private_names.py"
-MODULE = names.__name__
 OF_PYTHON = {"_exit", "_current_frames", "_getframe", "_actions", "_asdict", "_fields", "_typeshed"}
 
 
@@ -73,22 +69,11 @@ def test_the_search_sees_attributes_imports_and_names_in_strings(tmp_path):
     assert used_private_names(path) == {"_C", "_reduction", "_one", "_two"}
 
 
-def test_every_function_has_a_test_here():
-    functions = {name for name, item in inspect.getmembers(names, inspect.isfunction) if item.__module__ == MODULE}
-    called = {node.attr for node in ast.walk(ast.parse(Path(__file__).read_text("utf-8"))) if is_use(node)}
-    assert {name for name in functions if not name.startswith("_")} == called
-
-
 def count_graphs() -> int:
     """Return the number of graphs that the compiler has created in this process."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
-
-
-def is_use(node: ast.AST) -> bool:
-    is_attribute = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
-    return is_attribute and node.value.id == "names" and not node.attr.startswith("_")
 
 
 def missing(library: str, name: str, function: str) -> str:
@@ -139,30 +124,6 @@ def test_torch_takes_part_in_a_forward_and_backward_without_inputs(alone):
         assert not parameter.grad.any(), missing("torch", "_pre_forward and _post_forward", "exchange_in_forward")
 
 
-def test_torch_multiplies_many_tensors_at_once():
-    tensors = [torch.ones(2), torch.ones(3)]
-    names.multiply_(tensors, 2.0)
-    assert [tensor.sum().item() for tensor in tensors] == [4, 6], missing("torch", "_foreach_mul_", "multiply_")
-
-
-def test_torch_counts_what_is_written_in_place():
-    tensor = torch.zeros(2)
-    before = names.count_writes(tensor)
-    tensor.add_(1)
-    assert names.count_writes(tensor) > before, missing("torch", "Tensor._version", "count_writes")
-
-
-def test_torch_modules_have_their_buffers_in_dicts():
-    model = nn.Sequential(nn.BatchNorm1d(2))
-    norm = model[0]
-    norm.register_buffer("scratch", torch.zeros(1), persistent=False)
-    assert list(names.buffers_of(norm)) == ["running_mean", "running_var", "num_batches_tracked", "scratch"]
-    names.buffers_of(norm)["running_mean"] = torch.full((2,), 7.0)
-    assert norm.running_mean[0] == 7, missing("torch", "Module._buffers", "buffers_of")
-    kept = [name for name in names.buffers_of(norm) if names.is_saved(norm, name)]
-    assert kept == list(norm.state_dict())[2:], missing("torch", "_non_persistent_buffers_set", "is_saved")
-
-
 def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
     seen, model = [], torch.nn.Linear(2, 1)
     names.compile_in_place(model, backend="eager")
@@ -175,18 +136,6 @@ def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
     model(torch.ones(1, 2))
     assert len(seen) == 1
     assert model._compiled_call_impl is compiled
-
-
-def test_torch_lets_its_counters_rest():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        with names.without_dispatch_modes():
-            torch.ones(2, 2) @ torch.ones(2, 2)
-        before = counter.get_total_flops()
-        torch.ones(2, 2) @ torch.ones(2, 2)
-    assert before == 0, missing("torch", "_disable_current_modes", "without_dispatch_modes")
-    assert counter.get_total_flops() == 16
 
 
 def test_torch_takes_the_number_of_rows_for_one_that_varies():
@@ -216,13 +165,6 @@ def test_torch_makes_as_many_graphs_as_are_allowed():
     torch._dynamo.reset()
 
 
-def test_torch_notes_that_a_model_is_compiled():
-    model = nn.Linear(1, 1)
-    assert not names.is_compiled(model)
-    model.compile(backend="eager")
-    assert names.is_compiled(model), missing("torch", "Module._compiled_call_impl", "is_compiled")
-
-
 class _Own(nn.Module):
     def __init__(self):
         super().__init__()
@@ -250,13 +192,6 @@ def test_torch_compiles_every_model_in_place(build):
     assert list(copy.deepcopy(model).state_dict()) == list(model.state_dict()) == before
 
 
-def test_torch_takes_a_noted_optimizer_for_stepped():
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    names.note_optimizer_step(optimizer)
-    scheduler.step()  # its warning, which is an error here, would say that `Optimizer._opt_called` is another
-
-
 @pytest.mark.parametrize("before", [[], ["0.bias"]])
 def test_torch_leaves_out_parameters_by_name(alone, before):
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -267,15 +202,6 @@ def test_torch_leaves_out_parameters_by_name(alone, before):
     said = missing("torch", "DDP._ddp_params_and_buffers_to_ignore", "left_out_by_ddp")
     assert wrapped.parameters_to_ignore == {*before, "1.weight"}, said
     assert getattr(model, "_ddp_params_and_buffers_to_ignore", []) == before
-
-
-def test_torch_reduces_other_parameters_when_they_are_noted_again(alone):
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)))
-    model.module[0].requires_grad_(requires_grad=False)
-    names.note_trained_parameters(model)
-    for _ in range(2):  # the second would wait for the frozen layer: "Expected to have finished reduction"
-        model(torch.ones(1, 1)).sum().backward()
-    assert model.module[1].weight.grad is not None, missing("torch", "DDP._ddp_init_helper", "note_trained_parameters")
 
 
 def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
@@ -292,33 +218,7 @@ def test_torch_notes_the_parameters_of_a_static_graph_with_its_hooks(alone):
     model(torch.ones(1, 4)).sum().backward()
 
 
-def test_torch_ends_the_workers_of_an_iterator():
-    loader = DataLoader(range(4), num_workers=1, persistent_workers=True)
-    batches = iter(loader)
-    workers = names.workers_of(batches)
-    assert len(workers) == 1, missing("torch", "_MultiProcessingDataLoaderIter._workers", "workers_of")
-    names.shut_down_workers(loader, batches)
-    assert not workers[0].is_alive(), missing("torch", "_shutdown_workers", "shut_down_workers")
-    assert loader._iterator is None
-    assert names.workers_of(iter([])) == []
-
-
 # Accelerate
-
-
-def test_accelerate_notes_what_it_prepared_and_can_forget_it():
-    from accelerate import Accelerator
-
-    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
-    assert not names.is_prepared(model)
-    wrapped = names.prepare_alone(model, accelerator)
-    assert names.is_prepared(model), missing("accelerate", "_is_accelerate_prepared", "is_prepared")
-    assert accelerator._models == [wrapped], missing("accelerate", "Accelerator._models", "forget_prepared")
-    names.forget_prepared(model, wrapped, accelerator)
-    assert not names.is_prepared(model)
-    assert accelerator._models == []
-    accelerator.prepare(model, torch.optim.SGD(model.parameters()))
-    assert names.is_prepared(model), missing("accelerate", "_is_accelerate_prepared", "is_prepared")
 
 
 def test_accelerate_shards_a_model_on_cpu_processes(alone):
@@ -356,12 +256,6 @@ def test_transformers_has_a_plan_for_tensor_parallelism(qwen, tiny):
         names.plan_of_tensors(tiny, 2)
     with pytest.raises(AttributeError, match="not a PreTrainedModel"):
         names.plan_of_tensors(nn.Linear(1, 1), 2)
-
-
-def test_transformers_names_the_layers_to_shard(tiny):
-    found = set(names.layers_to_shard(tiny))
-    assert {"BertEmbeddings", "BertLayer"} <= found, missing("transformers", "_no_split_modules", "layers_to_shard")
-    assert names.layers_to_shard(nn.Linear(1, 1)) == ()
 
 
 def test_transformers_draws_the_first_values_of_each_part_within_a_context(tiny):
@@ -420,45 +314,7 @@ def tiny():
     return transformers.BertModel(transformers.BertConfig(vocab_size=8, **sizes))
 
 
-def test_transformers_has_a_list_of_what_a_model_does_not_save(tiny, tmp_path):
-    assert names.names_not_saved(tiny) == set()
-    tiny._keys_to_ignore_on_save = ["pooler.dense.bias"]
-    assert names.names_not_saved(tiny) == {"pooler.dense.bias"}
-    tiny.save_pretrained(tmp_path)
-    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
-        saved = set(file.keys())
-    left_out = set(tiny.state_dict()) - saved
-    assert left_out == {"pooler.dense.bias"}, missing("transformers", "_keys_to_ignore_on_save", "names_not_saved")
-
-
-def test_transformers_says_how_a_model_computes_attention():
-    transformers = pytest.importorskip("transformers")
-    config = transformers.BertConfig(hidden_size=4, num_attention_heads=1, num_hidden_layers=1, intermediate_size=4)
-    model = transformers.AutoModel.from_config(config, attn_implementation="eager")
-    assert names.attention_of(model) == "eager", missing("transformers", "_attn_implementation", "attention_of")
-    assert names.attention_of(nn.Linear(1, 1)) is None
-
-
 # datasets
-
-
-def test_datasets_shows_the_steps_of_a_stream():
-    datasets = pytest.importorskip("datasets")
-    stream = datasets.Dataset.from_dict({"x": [0, 1]}).to_iterable_dataset()
-    both = datasets.concatenate_datasets([stream, stream.filter(lambda row: row["x"])])
-    assert len(list(names.steps_of_stream(both))) > 3, missing("datasets", "_ex_iterable", "steps_of_stream")
-    steps = names.steps_of_stream(both.shuffle(seed=0, buffer_size=2))
-    assert "BufferShuffledExamplesIterable" in [type(step).__name__ for step in steps], "as addons/streams.py knows"
-
-
-def test_datasets_shows_which_part_of_a_stream_is_read():
-    datasets = pytest.importorskip("datasets")
-    stream = datasets.Dataset.from_dict({"x": [0, 1, 2, 3]}).to_iterable_dataset(num_shards=2)
-    split = pytest.importorskip("datasets.distributed").split_dataset_by_node(stream, rank=1, world_size=2)
-    assert names.split_of_stream(stream) is None
-    assert names.split_of_stream(split.map(lambda row: row)) == (1, 2), missing(
-        "datasets", "_distributed", "split_of_stream"
-    )
 
 
 # torchmetrics
@@ -472,24 +328,6 @@ def test_torchmetrics_shows_the_states_of_a_metric():
     assert len(both) == 3, missing("torchmetrics", "Metric._reductions", "reduction_of")
     names.set_update_count(metric, 3)
     assert metric.update_count == 3, missing("torchmetrics", "Metric._update_count", "set_update_count")
-
-
-def test_what_accelerators_share_may_have_another_precision():
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState
-
-    before = Accelerator(cpu=True, mixed_precision="bf16")
-    names.share_other_precision("no")
-    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
-    assert before.mixed_precision == "bf16"
-    AcceleratorState._shared_state.clear()
-
-
-def test_a_hook_may_use_a_gradient_within_backward():
-    weight = nn.Parameter(torch.ones(2))
-    assert not names.has_gradient_hook(weight)
-    weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    assert names.has_gradient_hook(weight), missing("torch", "_post_accumulate_grad_hooks", "has_gradient_hook")
 
 
 def test_operations_name_their_arguments():

@@ -12,7 +12,7 @@ import pytest
 from accmt.errors import MissingPackageError
 from accmt.huggingface import require_library
 from accmt.libraries import private_names, versions
-from accmt.libraries.versions import BRANCHES, FLOORS, release_of, require, why_states_are_inexact
+from accmt.libraries.versions import BRANCHES, FLOORS, release_of, require
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
@@ -55,14 +55,6 @@ def test_a_branch_goes_when_its_floor_is_reached(bounds):
         assert package == "datasets" or not reached, f"{function}: {package}>={version} now; remove it"
 
 
-@pytest.mark.parametrize(
-    ("version", "release"),
-    [("2.13.0+cpu", (2, 13, 0)), ("2.11.0a0+nv26.1", (2, 11, 0)), ("5.24.0.dev0", (5, 24, 0)), ("unknown", ())],
-)
-def test_the_release_of_a_version_is_its_numbers(version, release):
-    assert release_of(version) == release
-
-
 @pytest.mark.parametrize("name", FLOORS)
 def test_what_is_installed_here_is_new_enough(name):
     pytest.importorskip(name)
@@ -83,23 +75,6 @@ def test_a_package_that_nobody_knows_the_version_of_is_taken(monkeypatch):
 
 def require_metadata(name):
     raise import_module("importlib.metadata").PackageNotFoundError(name)
-
-
-def test_metadata_say_the_version_where_the_package_does_not(monkeypatch):
-    install(monkeypatch, "torchmetrics", None)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "0.5")
-    with raises_at(MissingPackageError, "torchmetrics", "torchmetrics 0.5"):
-        require("torchmetrics")
-
-
-def test_an_older_version_is_an_error_with_the_line_for_pip(monkeypatch):
-    install(monkeypatch, "transformers", "4.57.6")
-    with pytest.raises(MissingPackageError) as caught:
-        require("transformers", "`type: LinearWithWarmup`")
-    assert str(caught.value) == (
-        "`type: LinearWithWarmup`\n  got: transformers 4.57.6\n  expected: transformers>=5.4\n"
-        '  do: pip install "transformers>=5.4"'
-    )
 
 
 def test_a_missing_package_is_an_error_with_the_line_for_pip(monkeypatch):
@@ -173,26 +148,6 @@ def test_the_part_that_needs_an_older_package_says_so_when_it_is_imported(tmp_pa
     assert run.returncode == 1
     assert f"got: {package} {version}" in run.stderr
     assert f'do: pip install "{package}>={FLOORS[package]}"' in run.stderr
-
-
-@pytest.mark.parametrize(("version", "is_exact"), [("3.6.0", False), ("5.0.1", False), ("5.1.0", True), ("6.0", True)])
-def test_states_of_streams_are_exact_from_a_version_on(monkeypatch, version, is_exact):
-    install(monkeypatch, "datasets", version)
-    assert (why_states_are_inexact() is None) is is_exact
-    assert is_exact or f"datasets {version}" in why_states_are_inexact()
-
-
-@pytest.mark.parametrize(
-    ("annotation", "without"),
-    [
-        ("float | torch.Tensor", "float"),
-        ("Union[float, torch.Tensor]", "float"),
-        ("tuple[typing.Union[float, torch.Tensor], typing.Union[float, torch.Tensor]]", "tuple[float, float]"),
-        ("float | None", "float | None"),
-    ],
-)
-def test_annotations_are_shown_without_tensors(annotation, without):
-    assert versions.without_tensors(annotation) == without
 
 
 def test_a_kind_of_parallelism_that_accelerate_does_not_have_yet_is_of_size_1():

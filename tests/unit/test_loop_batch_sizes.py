@@ -3,12 +3,12 @@
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule
+from accmt import AcceleratorModule, Callback
 from accmt.errors import DataError
 from tests.raising import raises_at
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import ByHand, Linear, Stream, make_points, make_trainer
 
 POINTS = make_points(16)
 BAD = {1, 2, 9}
@@ -22,12 +22,12 @@ class Unreadable(Dataset):
         return 16
 
     def __getitem__(self, index):
-        return None if index in BAD else POINTS[index]
+        inputs, targets = POINTS[index]
+        return None if index in BAD else (inputs, targets)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        return iter([Unreadable()[index] for index in range(16)])
+def make_stream():
+    return Stream(Unreadable())
 
 
 class FewerAtOnce(Unreadable):
@@ -67,9 +67,9 @@ SOURCES = {
     "dataset": (Unreadable, {"collate_fn": drop}),
     "dataset, with workers": (Unreadable, {"collate_fn": drop, "dataloader_num_workers": 1}),
     "dataset, bad samples skipped": (Unreadable, {"collate_fn": drop, "failures": {"on_bad_sample": "skip"}}),
-    "stream": (Stream, {"collate_fn": drop}),
+    "stream": (make_stream, {"collate_fn": drop}),
     "DataLoader": (lambda: DataLoader(Unreadable(), 4, collate_fn=drop), {}),
-    "DataLoader of a stream": (lambda: DataLoader(Stream(), 4, collate_fn=drop), {}),
+    "DataLoader of a stream": (lambda: DataLoader(make_stream(), 4, collate_fn=drop), {}),
 }
 
 
@@ -111,30 +111,18 @@ def test_a_dataset_that_fetches_fewer_than_it_was_asked_for_is_an_error():
 
 
 def test_manual_steps_count_what_the_module_says():
-    class Manual(ExtendedAcceleratorModule):
-        def __init__(self):
-            self.model = Linear().model
-
-        def get_batch_size(self, batch):
-            return len(batch[0])
-
-        def step(self, batch):
-            return nn.functional.mse_loss(self.model(batch[0]), batch[1])
-
-        def training_step(self, batch):
-            loss = nn.functional.mse_loss(self.model(batch[0]), batch[1])
-            self.backward(loss)
-            self.step_optimizer()
-            self.zero_grad()
-            return loss
+    class CountingByHand(ByHand):
+        get_batch_size = Counting.get_batch_size
 
     trainer = make_trainer({"batch_size": 4}, collate_fn=drop)
-    assert trainer.fit(Manual(), Unreadable()).samples_seen == 13
+    assert trainer.fit(CountingByHand(), Unreadable()).samples_seen == 13
 
 
-@pytest.mark.parametrize("data", [Unreadable(), Stream(), DataLoader(Stream(), 4)], ids=["sized", "stream", "loader"])
+@pytest.mark.parametrize(
+    "data", [Unreadable(), make_stream(), DataLoader(make_stream(), 4)], ids=["sized", "stream", "loader"]
+)
 def test_a_collate_function_that_returns_nothing_is_an_error(data):
     if isinstance(data, DataLoader):
-        data = DataLoader(Stream(), 4, collate_fn=lambda samples: None)
+        data = DataLoader(make_stream(), 4, collate_fn=lambda samples: None)
     with raises_at(DataError, "a batch of the ", "the collate function"):
         fit(data, collate_fn=None if isinstance(data, DataLoader) else lambda samples: None)

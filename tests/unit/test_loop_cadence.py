@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from accmt import Trainer
 from accmt.cadence import Cadence
-from accmt.options.units import Every
 from accmt.state import TrainingState
 
 
@@ -89,16 +87,6 @@ def test_data_without_a_length_are_evaluated_by_count(every, expected):
 
 
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "steps", "done"),
-    [(3, None, 15, 3), (5, 3, 3, 0), (None, 9, 9, 1), (2, 10, 10, 2), (2, 11, 10, 2), (2, 5, 5, 1), (1, 1, 1, 0)],
-)
-def test_the_earlier_of_epochs_and_max_steps_ends_the_run(epochs, max_steps, steps, done):
-    played = Played(Cadence(epochs=epochs, max_steps=max_steps), 5)
-    assert (played.state.global_step, played.state.epoch) == (steps, done)
-    assert played.evaluated[-1] == steps, "the end of a run by max_steps is evaluated too"
-
-
-@pytest.mark.parametrize(
     ("epochs", "max_steps", "done", "updates", "expected"),
     [
         (3, None, 1, 5, False),
@@ -150,46 +138,3 @@ def test_a_skipped_update_after_an_evaluation_is_not_evaluated_again(every):
     assert not cadence.is_evaluation_due(state, lambda _: 4)
     assert not cadence.is_evaluation_due_at_epoch_end(state)
     assert not cadence.is_evaluation_due_at_end(state)
-
-
-def test_the_rhythm_is_read_from_the_settings():
-    hps = {"epochs": -1, "max_steps": 9, "batch_size": 1, "optim": {"type": "SGD"}}
-    settings = {"log_every": 3, "evaluate_every_n_steps": 0.5, "eval_when_finish": False, "checkpoint_every": None}
-    trainer = Trainer(hps, "out", **settings)
-    assert Cadence.of(trainer.settings) == Cadence(
-        epochs=None, max_steps=9, log_every=3, evaluate_every=0.5, evaluate_at_end=False
-    )
-    trainer = Trainer(
-        {"epochs": 2, "batch_size": 1, "optim": {"type": "SGD"}}, "out", evaluate_every_n_steps="2 epochs"
-    )
-    every_epoch = Every(1, "epoch")
-    assert Cadence.of(trainer.settings) == Cadence(2, None, evaluate_every_n_epochs=2, checkpoint_every=every_epoch)
-
-
-@pytest.mark.parametrize(
-    ("every", "due"),
-    [
-        (Every(2, "step"), [(2, "update"), (4, "update"), (6, "update")]),
-        (Every(2, "epoch"), [(6, "epoch")]),
-        (Every(1, "epoch"), [(3, "epoch"), (6, "epoch")]),
-        (Every(1, "eval"), [(2, "update"), (4, "update"), (6, "update")]),
-        (Every(3, "eval"), [(6, "update")]),
-        (None, []),
-    ],
-    ids=str,
-)
-def test_a_checkpoint_is_due_by_its_unit(every, due):
-    cadence = Cadence(2, None, evaluate_every=2, checkpoint_every=every)
-    state, seen = TrainingState(), []
-    for _ in range(2):
-        for _ in range(3):
-            state.count_step()
-            is_evaluated = cadence.is_evaluation_due(state, lambda _: 3)
-            if is_evaluated:
-                state.count_evaluation()
-            if cadence.is_checkpoint_due(state, lambda _: 3, epoch_ended=False, evaluated=is_evaluated):
-                seen.append((state.global_step, "update"))
-        state.count_epoch()
-        if cadence.is_checkpoint_due(state, lambda _: 3, epoch_ended=True, evaluated=False):
-            seen.append((state.global_step, "epoch"))
-    assert seen == due

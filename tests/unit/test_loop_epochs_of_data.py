@@ -6,8 +6,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from accmt import Callback
-from accmt.addons.streams import StreamState
-from tests.toys import Linear, make_points, make_trainer
+from tests.toys import InterruptAt, InterruptionError, Linear, make_points, make_trainer
 
 POINTS = make_points(24)
 
@@ -172,15 +171,10 @@ def test_workers_of_a_stream_draw_the_same_in_each_evaluation_and_after_a_resume
     def run(stop, **settings):
         module = Linear()
 
-        class Stop(Callback):
-            def on_before_training_step(self):
-                if self.state.global_step == stop:
-                    raise RuntimeError("stopped")
-
-        trainer = make_trainer({"epochs": 3}, checkpoint_every="1 step", callbacks=Stop(), **settings)
+        trainer = make_trainer({"epochs": 3}, checkpoint_every="1 step", callbacks=InterruptAt(stop), **settings)
         try:
             trainer.fit(module, make())
-        except RuntimeError:
+        except InterruptionError:
             assert trainer.state.global_step == stop
         return module.model.weight.detach().clone()
 
@@ -229,16 +223,11 @@ def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_pat
     def run(stop, **settings):
         data, module = stream_of_points(), Linear()
 
-        class Stop(Callback):
-            def on_before_training_step(self):
-                if self.state.global_step == stop:
-                    raise RuntimeError("stopped")
-
         told = {"evaluate_every_n_steps": 1, "checkpoint_every": "1 step", "collate_fn": as_batch, "verbose": True}
-        trainer = make_trainer({"batch_size": 4, "epochs": 2}, callbacks=Stop(), **{**told, **settings})
+        trainer = make_trainer({"batch_size": 4, "epochs": 2}, callbacks=InterruptAt(stop), **{**told, **settings})
         try:
             trainer.fit(module, data, DERIVED[name](data))
-        except RuntimeError:
+        except InterruptionError:
             assert trainer.state.global_step == stop
         return module.model.weight.detach().clone()
 
@@ -246,7 +235,3 @@ def test_a_stream_that_evaluations_read_resumes_where_training_was(name, tmp_pat
     run(9, model_path=tmp_path / "part")
     assert torch.equal(run(None, model_path=tmp_path / "part", resume=True), whole)
     assert "evaluations also read them" in caplog.text
-
-
-def test_a_stream_beside_another_goes_on_by_its_own_state():
-    assert StreamState(stream_of_points(), also_read=[stream_of_points(), DataLoader(POINTS)]).why_not is None

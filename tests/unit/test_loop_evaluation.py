@@ -14,7 +14,6 @@ from torch import nn
 
 from accmt import Accuracy, Callback, LambdaCallback, Metric
 from accmt.callbacks import HOOKS
-from accmt.metrics import StreamingMetric
 from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
 
@@ -79,13 +78,6 @@ def test_a_last_window_that_is_not_full_is_a_step_of_its_epoch(every: float, ste
     trainer.fit(Scripted(), Numbers(10), Numbers(2))  # 5 micro-batches: windows of 2, 2 and 1
     assert [step for step, _ in logged(trainer, "val_loss")] == steps
     assert lasts == [False, True]
-
-
-def test_a_run_that_max_steps_ends_inside_an_epoch_is_evaluated():
-    trainer = make_trainer({"epochs": 3, "max_steps": 7})
-    state = trainer.fit(Scripted(), Numbers(10), Numbers(2))
-    assert [step for step, _ in logged(trainer, "val_loss")] == [5, 7]
-    assert state.epoch == 1
 
 
 def test_evaluation_before_training_is_logged_at_step_0_and_saves_nothing():
@@ -153,51 +145,6 @@ def test_a_validation_step_that_needs_gradients_fails_before_training_with_the_a
     assert "Trainer(inference_mode=False)" in "".join(caught.value.__notes__)
     assert trainer.state.global_step == 0
     make_trainer(inference_mode=False).fit(Sloped(), make_points(4), make_points(4))
-
-
-class Transformed(Linear):
-    """Uses torch.func.grad in its validation step, as the inner loop of MAML does."""
-
-    def validation_step(self, batch):
-        inputs, targets = batch
-        weights = dict(self.model.named_parameters())
-
-        def loss(weights):
-            predicted = torch.func.functional_call(self.model, weights, (inputs,))
-            return (predicted.flatten() - targets.flatten()).square().mean()
-
-        slopes = torch.func.grad(loss)(weights)
-        return loss({name: weight - 0.1 * slopes[name] for name, weight in weights.items()})
-
-
-def test_a_validation_step_may_use_the_transforms_of_torch_func():
-    state = make_trainer(inference_mode=False).fit(Transformed(), make_points(4), make_points(4))
-    assert state.evaluations_done == 1
-    with pytest.raises(RuntimeError) as caught:
-        make_trainer().fit(Transformed(), make_points(4), make_points(4))
-    assert "Trainer(inference_mode=False)" in "".join(caught.value.__notes__)
-
-
-@pytest.mark.parametrize("inference_mode", [True, False])
-def test_validation_runs_without_gradients_and_training_with(inference_mode: bool):
-    kinds = []
-
-    class Looking(Linear):
-        def validation_step(self, batch):
-            kinds.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled(), self.model.training))
-            if not inference_mode:
-                with torch.enable_grad():
-                    assert self.step(batch).requires_grad
-            return self.step(batch)
-
-        def training_step(self, batch):
-            assert torch.is_grad_enabled()
-            assert self.model.training
-            return self.step(batch)
-
-    trainer = make_trainer(inference_mode=inference_mode, num_sanity_val_steps=0)
-    trainer.fit(Looking(), make_points(), make_points(2))
-    assert set(kinds) == {(inference_mode, False, False)}
 
 
 EVALUATION_HOOKS = [name for name in HOOKS if "evaluation" in name or "validation" in name] + [
@@ -315,19 +262,6 @@ def test_hooks_of_an_evaluation_see_a_model_that_is_evaluated_and_modes_come_bac
     assert all(seen == OFF for seen in watching.seen.values())
 
 
-@pytest.mark.parametrize("function", ["validate", "test"])
-@pytest.mark.parametrize("fails", [None, "on_evaluation_end"])
-def test_hooks_of_an_evaluation_by_hand_see_the_same(function: str, fails: str | None):
-    module, watching = Frozen(), Modes()
-    before = module.modes()
-    trainer = make_trainer(callbacks=[watching, LambdaCallback(order=1, **({fails: lambda: 1 / 0} if fails else {}))])
-    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
-        getattr(trainer, function)(module, make_points(6))
-    assert module.modes() == before
-    assert len(watching.seen) == 6
-    assert all(seen == OFF for seen in watching.seen.values())
-
-
 def test_data_of_an_evaluation_are_fetched_with_gradients_as_those_of_training_are():
     class Differentiated(Numbers):
         def __getitem__(self, index):
@@ -346,17 +280,6 @@ def test_metrics_see_every_sample_once_and_a_model_can_be_selected_by_them():
     assert state.metrics == {"accuracy": 0.8, "val_loss": pytest.approx(0.6)}
 
 
-def test_a_wrong_metric_name_fails_before_the_first_update():
-    class Misnamed(Classifier):
-        def validation_step(self, batch):
-            return {"loss": batch.mean(), "acuracy": (batch, batch)}
-
-    recorder = Recorder()
-    with raises_at(ValueError, "validation_step"):
-        make_trainer(metrics=Accuracy(), callbacks=recorder).fit(Misnamed(), Numbers(4), Numbers(4))
-    assert recorder.calls == []
-
-
 def test_a_validation_step_without_the_loss_that_decides_fails_before_the_first_update():
     class Lossless(Scripted):
         def validation_step(self, batch):
@@ -373,21 +296,6 @@ def test_a_validation_step_needs_no_loss_where_nothing_is_selected_by_it():
 
     state = make_trainer(metrics=Accuracy(), model_saving="best_accuracy").fit(Lossless(), Numbers(4), Numbers(4))
     assert state.metrics == {"accuracy": 1.0}
-
-
-def test_step_serves_for_training_and_validation():
-    trainer = make_trainer()
-    trainer.fit(Linear(), make_points(), make_points())
-    assert len(logged(trainer, "val_loss")) == 1
-
-
-def test_a_callback_that_edits_the_results_influences_what_is_saved():
-    class Edit(Callback):
-        def on_evaluation_end(self, metrics):
-            metrics["val_loss"] = 0.125
-
-    state = make_trainer(callbacks=Edit(), model_saving="best_valid_loss").fit(Scripted(), Numbers(4), Numbers(4))
-    assert state.best == {"best_valid_loss": 0.125}
 
 
 def test_reduce_on_plateau_steps_by_the_validation_loss():
@@ -412,16 +320,6 @@ def test_a_metric_may_return_several_values():
     assert (state.metrics["low"], state.metrics["high"], state.best) == (1.0, 3.0, {"best_low": 1.0})
 
 
-def test_running_statistics_are_not_moved_by_validation():
-    class Normed(Linear):
-        def __init__(self):
-            self.model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1))
-
-    module = Normed()
-    make_trainer({"batch_size": 4}).fit(module, make_points(8), make_points(8))
-    assert module.model[1].num_batches_tracked.item() == 2
-
-
 def test_what_is_kept_of_batches_does_not_grow_with_their_number():
     living: list[int] = []
 
@@ -436,31 +334,6 @@ def test_what_is_kept_of_batches_does_not_grow_with_their_number():
     assert len(living) == 24
     first, later = living[:8], living[8:]
     assert max(later) <= max(first) + 10
-
-
-def test_a_metric_is_computed_of_what_its_batches_add_whatever_their_number():
-    class Total(StreamingMetric):
-        def count(self, predictions, references):
-            return [predictions.sum(), 1.0]
-
-        def finish(self, sums):
-            return {self.name: sums[0], "batches": sums[1]}
-
-    class Adding(Scripted):
-        def validation_step(self, batch):
-            return {"total": (batch, batch)}
-
-    results = make_trainer({"batch_size": 1}, metrics=Total("total")).validate(Adding(), Numbers(600))
-    assert results == {"total": sum(range(600)), "batches": 600.0}
-
-
-def test_a_reference_that_is_ignored_is_neither_right_nor_wrong():
-    class Masked(Scripted):
-        def validation_step(self, batch):
-            references = torch.tensor([1, -100, 2, -100])
-            return {"accuracy": (torch.tensor([1, -100, 0, 3]), references)}
-
-    assert make_trainer(metrics=Accuracy()).validate(Masked(), Numbers(4)) == {"accuracy": 0.5}
 
 
 @pytest.mark.parametrize("workers", [0, 1])

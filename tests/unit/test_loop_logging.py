@@ -8,14 +8,14 @@ import io
 import pytest
 import torch
 
-from accmt import AcceleratorModule, Callback
+from accmt import Callback
 from accmt.callbacks.progress import ProgressBar
 from accmt.errors import ArgumentError, ModuleContractError
 from accmt.loop.logging import Logs
 from accmt.metrics.averages import LoggedValues, combine
 from accmt.state import Status
 from tests.raising import raises_at
-from tests.toys import Numbers, Scripted, logged, make_trainer
+from tests.toys import InterruptAt, InterruptionError, Numbers, Scripted, logged, make_trainer
 
 
 class Logging(Scripted):
@@ -38,12 +38,6 @@ def fit(module, train=6, val=None, **settings):
     trainer = make_trainer(shuffle_train=False, **settings)
     trainer.fit(module, Numbers(train), None if val is None else Numbers(val))
     return trainer
-
-
-def test_values_are_means_since_the_last_row():
-    values = iter([1.0, 3.0, 5.0, 8.0])
-    trainer = fit(Logging(lambda module, batch: module.log("a", next(values))), train=8, log_every=2)
-    assert logged(trainer, "a") == [(2, 2.0), (4, 6.5)]
 
 
 def test_a_value_weighs_what_its_batch_does():
@@ -70,14 +64,6 @@ def test_a_value_logged_in_some_batches_only_is_the_mean_over_those():
     assert logged(fit(Logging(log), log_every=3), "rare") == [(3, 2.0)]  # 0 and 4
 
 
-def test_several_calls_in_a_batch_are_averaged():
-    def log(module, batch):
-        module.log("twice", 1)
-        module.log("twice", 4)
-
-    assert logged(fit(Logging(log), train=2), "twice") == [(1, 2.5)]
-
-
 def test_sums_go_over_all_batches_whatever_they_weigh():
     trainer = fit(Logging(lambda m, batch: m.log("seen", len(batch), reduction="sum")), train=5, log_every=-1)
     assert logged(trainer, "seen") == [(3, 5.0)]
@@ -102,11 +88,6 @@ def test_each_validation_set_has_values_of_its_own():
     module = Logging(in_validation=lambda module, batch: module.log("top", batch.max()))
     trainer.fit(module, Numbers(2), {"x": Numbers(2), "y": Numbers([5, 5])})
     assert {name: trainer.state.metrics[name] for name in ("top__x", "top__y")} == {"top__x": 1.0, "top__y": 5.0}
-
-
-def test_the_trial_evaluation_leaves_no_value_behind():
-    trainer = fit(Logging(in_validation=lambda module, batch: module.log("v", 1)), train=4, val=4)
-    assert [step for step, _ in logged(trainer, "v")] == [2]
 
 
 def test_prog_bar_shows_the_newest_row():
@@ -186,17 +167,10 @@ def test_steps_that_make_no_row_read_no_tensor(monkeypatch):
     assert values.take() == {"x": (1_000.0, 1_000.0)}
 
 
-@pytest.mark.parametrize(
-    ("value", "said"), [(None, "None"), ("high", "'high'"), (torch.ones(2), r"shape \(2,\)"), ([1.0], r"\[1.0\]")]
-)
-def test_what_is_not_one_number_is_refused(value, said):
+@pytest.mark.parametrize("value", [None, "high", torch.ones(2), [1.0]], ids=str)
+def test_what_is_not_one_number_is_refused(value):
     with raises_at(ModuleContractError, "the logged value 'x'"):
         fit(Logging(lambda module, batch: module.log("x", value)))
-
-
-def test_nan_is_logged_for_a_run_that_diverges_must_look_like_one():
-    [(_, value)] = logged(fit(Logging(lambda module, batch: module.log("x", float("nan"))), train=2), "x")
-    assert value != value
 
 
 @pytest.mark.parametrize("name", ["", None, 3])
@@ -234,11 +208,6 @@ def test_means_and_sums_do_not_mix():
 
     with raises_at(ModuleContractError, "the logged value 'x'"):
         fit(Logging(log))
-
-
-def test_another_reduction_is_refused_with_the_nearest():
-    with raises_at(ArgumentError, "Trainer(reduction=...)"):
-        fit(Logging(lambda module, batch: module.log("x", 1, reduction="max")))
 
 
 def test_a_value_beside_values_by_name_is_refused():
@@ -316,15 +285,9 @@ def test_a_resumed_run_logs_what_an_unbroken_one_does(tmp_path):
         return trainer
 
     unbroken = run("a")
-    with pytest.raises(RuntimeError, match="stopped"):
-        run("b", callbacks=_Stop())
+    with pytest.raises(InterruptionError):
+        run("b", callbacks=InterruptAt(6))
     assert logged(run("b", resume=True), "half") == logged(unbroken, "half")
-
-
-class _Stop(Callback):
-    def on_update_end(self):
-        if self.state.global_step == 6:
-            raise RuntimeError("stopped")
 
 
 def test_what_a_failed_batch_logged_is_dropped():
@@ -345,13 +308,6 @@ def test_processes_that_logged_nothing_do_not_count():
         values.end_batch(weight)
     second.add("one", 8.0)
     assert combine([first.take(), second.take()]) == {"both": 3.25, "one": 8.0}
-
-
-def test_a_module_is_pickled_without_its_logs():
-    module = Logging.__new__(Logging)
-    AcceleratorModule.__init__(module)
-    module.logs = Logs(make_trainer())
-    assert "logs" not in module.__getstate__()
 
 
 @pytest.mark.parametrize(

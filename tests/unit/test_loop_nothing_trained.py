@@ -53,16 +53,10 @@ class WithoutWeight(Linear):
         return {"loss": super().training_step(batch), "weight": torch.tensor(0.0)}
 
 
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        (WithoutLoss(), "training_step returned None for 4 batches"),
-        (WithoutWeight(), "losses of weight 0"),
-    ],
-)
-def test_a_run_that_skipped_all_steps_is_an_error(module, why):
+@pytest.mark.parametrize("kind", [WithoutLoss, WithoutWeight])
+def test_a_run_that_skipped_all_steps_is_an_error(kind):
     trainer = make_trainer({"epochs": 1, "batch_size": 2}, model_saving="last")
     with raises_at(ModuleContractError, "training"):
-        trainer.fit(module, make_points(8))
+        trainer.fit(kind(), make_points(8))
     assert trainer.state.status == "failed"
-    assert not trainer.settings.model_folder.joinpath("pytorch_model.safetensors").exists()
+    assert not trainer.settings.model_folder.exists()

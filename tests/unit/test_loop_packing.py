@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
-from accmt import AcceleratorModule, Callback, HyperParameters, Trainer, read_history
-from accmt.addons.made_modules import HuggingFaceModule
-from accmt.errors import ArgumentError, DataError, HyperParameterError
+from accmt import AcceleratorModule, Callback, Trainer, read_history
+from accmt.errors import ArgumentError, DataError
+from accmt.module import HuggingFaceModule
 from tests.raising import raises_at
+from tests.toys import Stream
 from tests.unit.test_huggingface_isolation import ISOLATED, build
 
 NUMBER, BATCH, TOKENS = 30, 8, 32
@@ -34,12 +35,6 @@ class Texts(Dataset[Any]):
 
     def __len__(self) -> int:
         return NUMBER
-
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        texts = Texts()
-        return (texts[index] for index in range(NUMBER))
 
 
 class Recorder(Callback):
@@ -133,7 +128,9 @@ class Own(AcceleratorModule):
         raise AssertionError("the shape of a packed row says nothing of its samples")
 
 
-@pytest.mark.parametrize("data", [Texts, Stream, lambda: list(Texts()), lambda: DataLoader(Texts(), batch_size=BATCH)])
+@pytest.mark.parametrize(
+    "data", [Texts, lambda: Stream(Texts()), lambda: list(Texts()), lambda: DataLoader(Texts(), batch_size=BATCH)]
+)
 def test_steps_that_return_no_weight_weigh_their_target_tokens(tmp_path: Path, data: Any) -> None:
     module = Own()
     first = {name: weight.clone() for name, weight in module.model.state_dict().items()}
@@ -246,8 +243,3 @@ def test_a_data_loader_that_makes_batches_in_its_own_way_is_an_error(tmp_path: P
 
     with raises_at(ArgumentError, "packing in the hyper-parameters"):
         run(tmp_path, Own(), data=Ready(Texts(), batch_size=2))
-
-
-def test_packing_without_a_budget_is_an_error() -> None:
-    with raises_at(HyperParameterError, "HyperParameters packing", do="max_tokens: 4096"):
-        HyperParameters(optim="SGD", packing=True)

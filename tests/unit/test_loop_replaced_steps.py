@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -66,13 +65,3 @@ def test_unequal_tensors_in_tuples_are_explained() -> None:
     data = [(torch.randn(3 + index % 2), torch.tensor(1.0)) for index in range(8)]
     with pytest.raises(DataError, match="making a batch"):
         fit(build(), data)
-
-
-def test_of_options_that_stand_together_the_file_holds_what_it_can(tmp_path: Path) -> None:
-    from accmt.saving.model_folder import write_trainer_config
-
-    options = {"averages": {"m": ["a"]}, "derived": lambda values: {}, "report_all": True}
-    write_trainer_config(tmp_path, {"hps_config": {}, "metric_options": options})
-    written = (tmp_path / "trainer_config.json").read_text()
-    assert '"report_all": true' in written
-    assert "derived" not in written

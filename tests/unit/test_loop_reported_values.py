@@ -46,11 +46,6 @@ def test_a_value_that_a_callback_adds_is_logged_and_decides(hook):
     assert trainer.state.patience_left == {"best_mine": 1}
 
 
-def test_the_direction_is_that_which_was_said():
-    trainer = fit(Adds(3.0, 4.0, 2.0), metrics={"mine": "max"}, model_saving="best_mine")
-    assert trainer.state.best == {"best_mine": 4.0}
-
-
 def test_a_module_derives_a_value_without_a_metric_or_a_callback(tmp_path):
     class Perplexing(Linear):
         def validation_step(self, batch):
@@ -81,20 +76,6 @@ def test_what_is_added_has_to_be_a_number():
     add = LambdaCallback(on_evaluation_end=lambda metrics: metrics.update(mine=[1.0]))
     with raises_at(ModuleContractError, "on_evaluation_end"):
         fit(add)
-
-
-@pytest.mark.parametrize(
-    ("settings", "advice"),
-    [
-        ({"model_saving": "best_mine"}, 'metrics={"mine": "min"}, or "max" if higher is better'),
-        ({"model_saving": "best_perplexity"}, 'metrics={"perplexity": "min"}, or "max"'),
-        ({"patience": {"mine": 3}, "model_saving": "always"}, 'metrics={"mine": "min"}, or "max" if higher is better'),
-    ],
-)
-def test_a_rule_of_an_unknown_value_is_answered_with_how_to_report_it(settings, advice):
-    with pytest.raises(ArgumentError) as error:
-        make_trainer(**settings)
-    assert advice in str(error.value).splitlines()[-1]
 
 
 class Rates(Scripted):
@@ -271,13 +252,6 @@ def test_metrics_of_evaluate_are_taken_as_they_are(modules):
     assert metric.compute(None, None) == {"a": 1.0, "b": 2.0}
     with raises_at(MetricError, "metric 'c'"):
         build_metrics({"c": combined()})[0].compute(None, None)
-
-
-def test_a_first_run_of_best_models_warns_of_nothing(caplog):
-    from accmt import BestModels
-
-    fit(BestModels("val_loss", top_k=2))
-    assert "earlier run" not in caplog.text
 
 
 @pytest.mark.parametrize(

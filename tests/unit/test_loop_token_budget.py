@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer, read_history
+from accmt import AcceleratorModule, Callback, Trainer, read_history
 from accmt.addons.token_batches.budget import TokenBudget
 from accmt.addons.token_batches.windows import ByTokens, keep_samples
 from accmt.data import ByCount, Loader, SourceOptions, build_source
 from accmt.errors import ArgumentError, DataError
+from tests import toys
 from tests.raising import raises_at
-from tests.toys import Record
+from tests.toys import ByHand, Record
+from tests.toys import pad_texts as pad
 
 NUMBER = 45
 BATCH = 8
@@ -26,37 +27,16 @@ LENGTHS = [1 + (37 * index) % 23 for index in range(NUMBER)]
 TOKENS = 64
 
 
-class Texts(Dataset[Any]):
-    """Token ids of unequal lengths; counts how often each is read."""
+class Texts(toys.Texts):
+    """Texts of unequal lengths."""
 
     def __init__(self, *, draws: bool = False) -> None:
-        self.reads: Counter[int] = Counter()
-        self.draws = draws
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.reads[index] += 1
-        ids = [1 + (index * 7 + place) % 30 for place in range(LENGTHS[index])]
-        sample = {"input_ids": ids, "label": index % 3, "index": index}
-        return sample | {"noise": random.random() + float(torch.rand(()))} if self.draws else sample
-
-    def __len__(self) -> int:
-        return NUMBER
+        super().__init__(LENGTHS, draws=draws)
 
 
-class Stream(IterableDataset[Any]):
-    """The same texts without a length."""
-
-    def __iter__(self) -> Any:
-        texts = Texts()
-        return (texts[index] for index in range(NUMBER))
-
-
-def pad(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Collate texts, padded to the longest."""
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    rows = [sample["input_ids"] + [0] * (longest - len(sample["input_ids"])) for sample in samples]
-    others = {name: torch.tensor([sample[name] for sample in samples]) for name in samples[0] if name != "input_ids"}
-    return {"input_ids": torch.tensor(rows), **others}
+def make_stream() -> toys.Stream:
+    """Return the same texts without a length."""
+    return toys.Stream(Texts())
 
 
 def build_model() -> nn.Module:
@@ -227,11 +207,11 @@ class Shaky(Classifier):
         return loss * factor.mean()
 
 
-@pytest.mark.parametrize("data", [lambda: Texts(draws=True), Stream], ids=["sized", "stream"])
+@pytest.mark.parametrize("data", [lambda: Texts(draws=True), make_stream], ids=["sized", "stream"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("after", [1, 7, 20])
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, after: int, workers: int, data: Any) -> None:
-    if workers and data is Stream:
+    if workers and data is make_stream:
         workers = 1
     settings = {"grad_accumulation_steps": 2, "dataloader_num_workers": workers, "checkpoint_every": "1 step"}
     whole, _ = run(tmp_path / "whole", module=Shaky(), data=data(), **settings)
@@ -240,16 +220,6 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, after: in
     resumed, _ = run(tmp_path / "broken", module=Shaky(), data=data(), resume="auto", **settings)
     for expected, got in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(expected, got)
-
-
-def test_a_stream_is_cut_within_the_samples_of_a_step(tmp_path: Path) -> None:
-    plain, expected = run(tmp_path / "plain", data=Stream(), hps={"max_tokens": None}, grad_accumulation_steps=2)
-    module, got = run(tmp_path / "cut", data=Stream(), grad_accumulation_steps=2)
-    assert got.steps == expected.steps
-    assert got.counts == expected.counts
-    assert module.batches != plain.batches
-    for gradient, reference in zip(got.gradients, expected.gradients, strict=True):
-        assert (gradient - reference).norm() <= 1e-5 * reference.norm()
 
 
 def test_bad_samples_are_skipped_and_the_rest_is_cut(tmp_path: Path) -> None:
@@ -310,15 +280,22 @@ def test_an_error_of_the_collate_function_names_the_batch(tmp_path: Path) -> Non
     assert "while collating" in "".join(caught.value.__notes__)
 
 
-@pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])
-@pytest.mark.parametrize("workers", [0, 1])
-def test_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path, workers: int, make_data: Any) -> None:
-    def make_loader() -> DataLoader[Any]:
-        return DataLoader(make_data(), BATCH, collate_fn=pad, num_workers=workers)
+def make_loader(make_data: Any, workers: int) -> DataLoader[Any]:
+    return DataLoader(make_data(), BATCH, collate_fn=pad, num_workers=workers)
 
-    settings = {"collate_fn": None, "grad_accumulation_steps": 2}
-    plain, expected = run(tmp_path / "plain", data=make_loader(), hps={"max_tokens": None}, **settings)
-    module, got = run(tmp_path / "cut", data=make_loader(), **settings)
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        make_stream,
+        *(partial(make_loader, data, workers) for data in (Texts, make_stream) for workers in (0, 1)),
+    ],
+    ids=["stream", "loader", "loader with a worker", "loader of a stream", "loader of a stream with a worker"],
+)
+def test_a_stream_and_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path, make: Any) -> None:
+    settings = {"collate_fn": pad if make is make_stream else None, "grad_accumulation_steps": 2}
+    plain, expected = run(tmp_path / "plain", data=make(), hps={"max_tokens": None}, **settings)
+    module, got = run(tmp_path / "cut", data=make(), **settings)
     assert got.steps == expected.steps
     assert got.counts == expected.counts
     assert module.batches != plain.batches
@@ -370,16 +347,8 @@ def test_a_sample_longer_than_the_budget_is_an_error_where_asked_for(tmp_path: P
         run(tmp_path, hps={"max_tokens": 20}, failures={"on_long_sample": "raise"})
 
 
-class Manual(ExtendedAcceleratorModule):
-    def __init__(self) -> None:
-        self.model = build_model()
-
-    def training_step(self, batch: Any) -> Any:
-        raise AssertionError
-
-
 @pytest.mark.parametrize(
-    ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, Manual())], ids=["auto", "manual"]
+    ("hps", "module"), [({"max_micro_batch_size": "auto"}, None), ({}, ByHand())], ids=["auto", "manual"]
 )
 def test_what_decides_on_micro_batches_too_is_rejected(tmp_path: Path, hps: Any, module: Any) -> None:
     with raises_at(ArgumentError, "max_tokens in the hyper-parameters"):

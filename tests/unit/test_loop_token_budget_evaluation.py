@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt import AcceleratorModule, Accuracy, Callback, Metric, Trainer
-from accmt.errors import DataError, ModuleContractError
+from accmt.errors import ModuleContractError
+from tests import toys
 from tests.raising import raises_at
-from tests.unit.test_loop_token_budget import build_model, compute_loss, pad
+from tests.toys import pad_texts as pad
+from tests.unit.test_loop_token_budget import build_model, compute_loss
 
 NUMBER = 150
 BATCH = 4
@@ -22,28 +23,11 @@ TOKENS = 90
 LENGTHS = [1 + (37 * index) % 29 for index in range(NUMBER)]
 
 
-class Texts(Dataset[Any]):
-    """Token ids of unequal lengths; counts how often each is read."""
+class Texts(toys.Texts):
+    """Texts of unequal lengths."""
 
     def __init__(self, number: int = NUMBER) -> None:
-        self.number = number
-        self.reads: Counter[int] = Counter()
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        self.reads[index] += 1
-        ids = [1 + (index * 7 + place) % 30 for place in range(LENGTHS[index])]
-        return {"input_ids": ids, "label": index % 3, "index": index}
-
-    def __len__(self) -> int:
-        return self.number
-
-
-class Stream(IterableDataset[Any]):
-    """The same texts without a length."""
-
-    def __iter__(self) -> Any:
-        texts = Texts()
-        return (texts[index] for index in range(NUMBER))
+        super().__init__(LENGTHS[:number])
 
 
 class InOrder(Metric):
@@ -104,7 +88,7 @@ def make_trainer(folder: Path, max_tokens: int | None = TOKENS, **settings: Any)
     return Trainer(hps, folder / "model", **{"metrics": metrics} | base | settings)
 
 
-@pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])
+@pytest.mark.parametrize("make_data", [Texts, lambda: toys.Stream(Texts())], ids=["sized", "stream"])
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("function", ["validate", "test"])
 def test_losses_and_metrics_are_those_without_a_budget(
@@ -124,7 +108,7 @@ def test_losses_and_metrics_are_those_without_a_budget(
     assert len(set(cut.draws)) >= len(cut.draws) - 2  # each batch has randomness of its own; both sets have the same
 
 
-@pytest.mark.parametrize("make_data", [Texts, Stream], ids=["sized", "stream"])
+@pytest.mark.parametrize("make_data", [Texts, lambda: toys.Stream(Texts())], ids=["sized", "stream"])
 def test_predictions_are_in_the_order_of_the_data(tmp_path: Path, make_data: Any) -> None:
     plain = make_trainer(tmp_path, None).predict(Classifier(), make_data())
     got = make_trainer(tmp_path).predict(Classifier(), make_data())
@@ -205,8 +189,3 @@ def test_the_batches_of_a_loader_of_the_users_are_cut_too(tmp_path: Path) -> Non
     results = make_trainer(tmp_path, collate_fn=None).validate(module, DataLoader(Texts(), 5, collate_fn=pad))
     assert results == pytest.approx(make_trainer(tmp_path, None).validate(Classifier(), Texts()), rel=1e-6)
     assert all(rows * width <= TOKENS for rows, width in module.shapes)
-
-
-def test_data_without_lengths_say_what_to_define(tmp_path: Path) -> None:
-    with raises_at(DataError, "the length of a sample", "['index']", do="def length_of"):
-        make_trainer(tmp_path, collate_fn=None).validate(Classifier(), [{"index": 1}] * 4)

@@ -48,12 +48,6 @@ def test_a_window_that_weighs_nothing_is_skipped_and_counted(accumulation: int):
     assert logged(trainer, "skipped_steps")[-1][1] == state.skipped_steps
 
 
-def test_weights_for_some_batches_only_are_refused():
-    module = Weighted(lambda batch: 1.0 if batch[0] < 2 else None)
-    with raises_at(TypeError, "training_step"):
-        make_trainer({"batch_size": 1}, shuffle_train=False).fit(module, Numbers(4))
-
-
 def test_the_module_may_say_how_many_samples_a_batch_has():
     class Halves(Linear):
         def get_batch_size(self, batch):

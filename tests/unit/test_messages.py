@@ -23,14 +23,6 @@ def test_messages_and_warnings_reach_the_terminal_during_a_run_only(alone, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_quiet_runs_let_warnings_through_only(alone, capsys):
-    with speaking(verbose=False):
-        say("begun")
-        say_once("begun")
-        warn("slow")
-    assert capsys.readouterr().err == "[accmt] slow\n"
-
-
 def test_a_message_said_once_is_said_again_in_the_next_run(alone, capsys):
     for _ in range(2):
         with speaking(verbose=True):
@@ -58,29 +50,12 @@ def test_a_program_with_logging_of_its_own_gets_the_records_and_the_terminal_not
     assert capsys.readouterr().err == ""
 
 
-def test_a_level_that_the_program_chose_stays(alone, capsys):
-    messages.logger.setLevel(logging.ERROR)
-    with speaking(verbose=True):
-        warn("slow")
-    assert capsys.readouterr().err == ""
-
-
 @pytest.mark.parametrize("speak", [say, warn, say_once])
 def test_only_the_main_process_speaks(speak, alone, capsys, monkeypatch):
     monkeypatch.setattr(messages, "is_main_process", lambda: False)
     with speaking(verbose=True):
         speak("begun")
     assert capsys.readouterr().err == ""
-
-
-def test_a_message_stands_on_a_line_of_its_own_beside_a_progress_bar(alone, capsys):
-    from tqdm.auto import tqdm
-
-    with speaking(verbose=True), tqdm(total=2, file=sys.stderr, ascii=True, leave=False) as bar:
-        bar.update(1)
-        bar.refresh()
-        say("in between")
-    assert "[accmt] in between" in capsys.readouterr().err.replace("\r", "\n").splitlines()
 
 
 def test_a_terminal_that_is_gone_stops_nothing():

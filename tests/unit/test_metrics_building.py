@@ -7,7 +7,7 @@ import torchmetrics
 from torchmetrics import regression
 
 from accmt.errors import MetricError
-from accmt.metrics import F1, Accuracy, Metric, TorchMetric, build_metrics
+from accmt.metrics import F1, Accuracy, Metric, build_metrics
 from accmt.saving.selection import METRIC_NAMES
 from tests.raising import raises_at
 
@@ -40,11 +40,6 @@ ACCURACY = Accuracy()
 )
 def test_metrics_may_be_given_in_many_ways(value, names):
     assert [metric.name for metric in build_metrics(value)] == names
-
-
-def test_metrics_of_ours_are_taken_as_they_are():
-    assert build_metrics([ACCURACY])[0] is ACCURACY
-    assert isinstance(build_metrics(regression.MeanSquaredError())[0], TorchMetric)
 
 
 MORE = {"rouge": ["rouge1", "rouge2"]}

@@ -131,24 +131,6 @@ def test_perplexity_is_the_exponential_of_the_cross_entropy(rng):
 
 
 @pytest.mark.parametrize(
-    ("metric", "greater"),
-    [
-        (F1(), True),
-        (AUROC(), True),
-        (R2(), True),
-        (MSE(), False),
-        (RMSE(), False),
-        (MAE(), False),
-        (Perplexity(), False),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_directions_are_known(metric, greater):
-    assert metric.greater_is_better is greater
-    assert metric.is_better(2.0, 1.0) is greater
-
-
-@pytest.mark.parametrize(
     ("make", "got"),
     [
         (lambda: F1(num_classes=1), "num_classes=1"),

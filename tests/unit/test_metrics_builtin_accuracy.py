@@ -58,15 +58,3 @@ def test_one_score_for_each_sample_is_rejected_as_its_threshold_cannot_be_known(
 
 def test_classes_may_be_floats_that_are_whole():
     assert Accuracy().compute(torch.tensor([1.0, -1.0]), torch.tensor([1.0, 1.0])) == {"accuracy": 0.5}
-
-
-@pytest.mark.parametrize("value", ["positive", [{"label": 1}]])
-def test_what_is_no_number_is_rejected(value):
-    with raises_at(MetricError, "metric 'accuracy'"):
-        Accuracy().compute(value, [1])
-
-
-def test_accuracy_may_have_another_name():
-    metric = Accuracy("top1")
-    assert metric.compute(torch.ones(1), torch.ones(1)) == {"top1": 1.0}
-    assert (metric.name, metric.main_metric, metric.greater_is_better) == ("top1", "top1", True)

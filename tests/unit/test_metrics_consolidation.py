@@ -161,31 +161,6 @@ def test_what_has_no_direction_cannot_decide():
         fit({"average": lambda name: name.startswith("count")}, model_saving="best_average")
 
 
-@pytest.mark.parametrize(
-    ("options", "got"),
-    [
-        ({"averages": "mean"}, "'mean' (str)"),
-        ({"averages": {"average": "mean"}}, "{'average': 'mean'}"),
-        ({"averages": {"average": []}}, "[] (list)"),
-        ({"averages": {"a__b": ["mean"]}}, "'a__b'"),
-        ({"averages": {3: ["mean"]}}, "{3: ['mean']}"),
-        ({"derived": max}, "max"),
-        ({"derived": 3, "averages": {"a": ["b"]}}, "3 (int)"),
-        ({"gather_chunk_size": "32"}, "'32' (str)"),
-        ({"gather_chunk_size": 0}, "0 (int)"),
-        ({"report_all": "no"}, "'no' (str)"),
-    ],
-)
-def test_settings_that_cannot_be_are_rejected(options, got):
-    with raises_at(ArgumentError, f'Trainer(metric_options={{"{next(iter(options))}": ', got):
-        make_trainer(metric_options=options)
-
-
-def test_a_rule_with_an_unknown_name_is_rejected_when_the_trainer_is_made():
-    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
-        make_trainer(metric_options={"averages": {"average": starts_with_mean}}, model_saving="best_avrage")
-
-
 @pytest.mark.parametrize("made", [3.0, {"lowest": torch.ones(2)}, {"lowest": "low"}, None])
 def test_a_function_that_returns_no_numbers_is_rejected(made):
     with raises_at(MetricError, 'Trainer(metric_options={"derived": ...})'):
@@ -197,14 +172,6 @@ def test_a_further_result_with_a_name_that_there_is_is_rejected():
         Averages({"average": ["a"]}, lambda values: {"average": 1.0}).compute({"a": 1.0})
 
 
-# The parts
-
-
-def test_of_a_list_all_names_have_to_be_there():
-    choices = {"both": ["a", "b"], "long": lambda name: len(name) > 1}
-    assert Averages(choices).find_members(["a", "long"]) == {"both": [], "long": ["long"]}
-
-
 def test_directions_are_known_where_all_that_is_taken_has_one():
     def unknown(new, best):
         raise MetricError("nobody knows")
@@ -212,3 +179,6 @@ def test_directions_are_known_where_all_that_is_taken_has_one():
     directions = {"up": operator.gt, "down": operator.lt, "strange": unknown}
     choices = {"ups": ["up"], "downs": ["down"], "strange": ["strange"], "none": ["missing"]}
     assert Averages(choices).find_directions(directions) == {"ups": operator.gt, "downs": operator.lt}
+
+
+# The parts

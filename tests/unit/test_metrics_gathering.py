@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accmt.errors import MetricError
-from accmt.metrics.gathering import CHUNK_BYTES, _count_bytes, _cut, gather_on_main_process, to_cpu
+from accmt.metrics.gathering import CHUNK_BYTES, _cut, to_cpu
 from accmt.metrics.metric import _join
 from tests.raising import raises_at
 
@@ -69,12 +69,3 @@ def test_chunks_are_bounded_in_bytes_and_lose_nothing():
     assert list(_cut([], CHUNK_BYTES)) == []
     assert [len(chunk) for chunk in _cut(items, 1)] == [1] * 25
     assert [len(chunk) for chunk in _cut(items, math.inf)] == [25]
-
-
-def test_bytes_are_counted_inside_everything():
-    assert _count_bytes((torch.zeros(3), {"a": ["four", 1]})) == 12 + 4 + 8
-
-
-def test_one_process_gathers_nothing():
-    items = [1, 2]
-    assert gather_on_main_process(items)[0] is items

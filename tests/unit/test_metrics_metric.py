@@ -61,13 +61,3 @@ def test_two_directions_that_differ_are_rejected(greater, comparator):
 def test_an_unknown_comparator_is_rejected(comparator):
     with raises_at(MetricError, "Metric('own', comparator=...)"):
         Own("own", comparator=comparator)
-
-
-def test_the_main_metric_is_the_name_unless_given():
-    assert Own("f1").main_metric == "f1"
-    assert Own("scores", main_metric="f1").main_metric == "f1"
-
-
-def test_compute_has_to_be_defined():
-    with pytest.raises(TypeError, match="compute"):
-        Metric("own")

@@ -98,13 +98,6 @@ def test_no_batch_is_kept():
     assert accumulation.compute() == {"own": 0.0}
 
 
-def test_values_of_batches_do_not_wait_for_the_device():
-    accumulation = Sizes("own").accumulate()
-    for position in range(COMPACT_AT - 1):  # a meta tensor has no value that could be read
-        accumulation.add((torch.empty(2, device="meta"), None), position)
-    assert len(accumulation._values) == COMPACT_AT - 1
-
-
 def test_entries_that_only_some_batches_have_are_reduced_over_these():
     class Classes(MetricBatch):
         def compute(self, predictions, references):
@@ -145,12 +138,6 @@ def test_what_is_wrong_is_said(kind):
         collect(kind("own", main_metric="other"), numbers(1))
 
 
-def test_the_direction_is_that_of_every_metric():
-    metric = MetricBatchOfErrors("error", comparator="<", main_metric="error")
-    assert metric.is_better(1.0, 2.0)
-    assert metric.reduction == "mean"
-
-
 class MetricBatchOfErrors(MetricBatch):
     def compute(self, predictions, references):
         return {self.name: (predictions - references).abs().mean()}
@@ -165,12 +152,6 @@ def test_people_are_told_once_what_a_mean_over_batches_is_not_for(caplog, reduct
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == is_warned
     assert all("'error' is averaged over batches" in line and "such as F1" in line for line in said)
-
-
-def test_one_process_alone_is_the_whole_and_needs_no_warning(caplog):
-    with caplog.at_level(logging.INFO, "accmt"), speaking(verbose=True):
-        collect(SizesOfProcess("own"), numbers(1))
-    assert caplog.records == []
 
 
 def test_models_are_saved_by_them():

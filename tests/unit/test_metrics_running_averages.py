@@ -41,13 +41,6 @@ def test_many_small_values_are_not_lost_beside_a_large_one():
     assert weighted_sum.take()[0] == 2.0**24 + 3 * COMPACT_AT
 
 
-def test_weights_may_be_numbers_now_and_tensors_then():
-    weighted_sum = WeightedSum()
-    for weight in (2.0, torch.tensor(3), torch.tensor(1.5)):
-        weighted_sum.add(torch.tensor(2.0), weight)
-    assert weighted_sum.take() == (13.0, 6.5)
-
-
 def test_values_of_several_kinds_add_up_without_loss():
     weighted_sum = WeightedSum()
     for value in (torch.tensor(0.1, dtype=torch.float64), torch.tensor(3), torch.tensor(0.5, dtype=torch.bfloat16)):
@@ -85,13 +78,6 @@ def test_a_value_that_is_not_finite_shows_in_the_sum(count):
     assert math.isnan(weighted_sum.take()[0])
 
 
-def test_infinities_of_both_signs_are_no_error():
-    weighted_sum = WeightedSum()
-    weighted_sum.add(torch.tensor(math.inf), 1.0)
-    weighted_sum.add(torch.tensor(-math.inf), 1.0)
-    assert math.isnan(weighted_sum.take()[0])
-
-
 def test_memory_stays_bounded():
     weighted_sum = WeightedSum()
     value = torch.tensor(1.0)
@@ -116,14 +102,6 @@ def test_a_number_now_and_a_tensor_of_the_device_then_add_up_on_the_device():
     assert weighted_sum._partial.device.type == "meta"
 
 
-def test_numbers_move_to_the_device_of_their_weights_and_of_earlier_sums():
-    weighted_sum = WeightedSum()  # a meta tensor could not move to the host
-    for index in range(2 * COMPACT_AT):
-        on_device = torch.empty((), device="meta")
-        weighted_sum.add(torch.tensor(1.0), on_device if index < COMPACT_AT else 2.0)
-    assert weighted_sum._partial.device.type == "meta"
-
-
 @pytest.mark.parametrize(
     ("values", "expected"),
     [([], 0.0), ([0.1] * 10, 1.0), ([math.inf, 1.0], math.inf), ([1e308, 1e308], math.inf), ([-1e308] * 2, -math.inf)],
@@ -140,14 +118,6 @@ def window_of(*losses, others=None):
     return averages
 
 
-def test_a_row_is_the_weighted_mean_since_the_last_row():
-    averages = window_of((1.0, 1.0), (4.0, 2.0))
-    assert averages.take_row("my_loss") == {"my_loss": 3.0}
-    assert averages.take_row("my_loss") == {}
-    averages.add(torch.tensor(7.0), 5.0)
-    assert averages.take_row("my_loss") == {"my_loss": 7.0}
-
-
 def test_means_since_the_log_and_since_the_evaluation_are_independent():
     averages = window_of((1.0, 1.0), (3.0, 1.0))
     assert averages.take_row("loss") == {"loss": 2.0}
@@ -157,17 +127,6 @@ def test_means_since_the_log_and_since_the_evaluation_are_independent():
     assert averages.take_row("loss") == {"loss": 7.0}
     assert averages.take_since_evaluation() == 9.0
     assert averages.take_since_evaluation() is None
-
-
-def test_other_values_have_means_of_their_own():
-    averages = RunningAverages()
-    averages.add(torch.tensor(1.0), 1.0, {"a": torch.tensor(2.0)})
-    averages.add(torch.tensor(1.0), 3.0, {"a": torch.tensor(6.0), "b": torch.tensor(1.0)})
-    averages.add(torch.tensor(1.0), 1.0)
-    assert averages.take_since_evaluation() == 1.0
-    assert averages.take_row("loss") == {"loss": 1.0, "a": 5.0, "b": 1.0}
-    averages.add(torch.tensor(2.0), 1.0)
-    assert averages.take_row("loss") == {"loss": 2.0}
 
 
 def test_a_window_of_weight_zero_has_no_mean():

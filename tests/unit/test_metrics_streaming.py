@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 
-from accmt.errors import MetricError, ModuleContractError
+from accmt.errors import MetricError
 from accmt.metrics import Accuracy, StreamingMetric, ValidationCollector
 from accmt.metrics.averages import COMPACT_AT
 from tests.raising import raises_at
@@ -74,17 +74,3 @@ def test_counts_of_another_length_are_rejected():
 
     with raises_at(MetricError, "metric 'own'"):
         collect(Uneven("own"), (torch.ones(2), None), (torch.ones(3), None))
-
-
-def test_an_entry_that_is_no_pair_is_rejected():
-    with raises_at(ModuleContractError, "validation_step"):
-        collect(Distance("own"), torch.ones(3))
-
-
-def test_a_result_is_checked():
-    class Wrong(Distance):
-        def finish(self, sums):
-            return {"other": 1.0}
-
-    with raises_at(MetricError, "metric 'own'"):
-        collect(Wrong("own"), (torch.ones(1), torch.ones(1)))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accmt import Callback, read_history
+from accmt import read_history
 from accmt.errors import ArgumentError, ModuleContractError
 from accmt.tracking.values import Media
 from tests.raising import raises_at
@@ -50,16 +50,6 @@ def test_steps_and_hooks_log_images_tables_and_files_at_the_update_they_are_at()
     outputs = module.model(make_points(2).tensors[0]).tolist()
     assert table.table() == (["output"], [[pytest.approx(output[0])] for output in outputs])
     assert file.path.read_text() == "a note"
-
-
-def test_callbacks_log_through_the_module():
-    class Watcher(Callback):
-        def on_epoch_end(self):
-            self.module.log_table("epochs", ["epoch"], [[self.state.epoch]])
-
-    trainer = make_trainer({"epochs": 2}, callbacks=Watcher())
-    trainer.fit(Linear(), make_points(4))
-    assert places_of(trainer) == [("epochs", 2), ("epochs", 4)]
 
 
 def test_the_trial_evaluation_leaves_nothing():

@@ -9,8 +9,8 @@ from torch.utils.data import default_collate
 from transformers import BertConfig, BertForSequenceClassification
 
 from accmt import AcceleratorModule
-from accmt.addons.made_modules import HuggingFaceModule
-from accmt.errors import DataError, ModuleContractError
+from accmt.errors import DataError
+from accmt.module import HuggingFaceModule
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
@@ -75,13 +75,6 @@ def test_every_run_begins_with_the_optimizer_as_it_was_given():
     once, twice = trained([{}]), trained([{"scheduler": "LinearWithWarmup"}, {}])
     assert torch.equal(once[0], twice[0])
     assert once[1] == twice[1] == 4
-
-
-def test_a_function_that_takes_something_else_is_refused_by_its_own_error():
-    with pytest.raises(TypeError, match="positional argument"):
-        fit(AcceleratorModule.from_functions(make_model(), lambda batch: None))
-    with raises_at(ModuleContractError, "validation_step"):
-        fit(AcceleratorModule.from_functions(make_model(), lambda batch, trainer: None))
 
 
 def test_lists_where_a_transformers_model_needs_tensors_are_told_with_what_to_write():

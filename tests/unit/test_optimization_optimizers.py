@@ -51,25 +51,12 @@ def test_every_optimizer_builds_steps_and_continues_from_its_state(name):
     assert torch.equal(weight, copy)
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
-def test_the_fused_implementation_is_used_where_it_works(name):
-    assert build_optimizer(HyperParameters(optim=name), nn.ParameterList([weights()])).defaults["fused"] is True
-
-
 @pytest.mark.parametrize(
     "said", [{"fused": False}, {"fused": None}, {"foreach": True}, {"foreach": False}, {"differentiable": True}]
 )
 def test_an_implementation_that_the_user_chose_stays(said):
     optimizer = build_optimizer(HyperParameters(optim="AdamW", optim_kwargs=said), nn.ParameterList([weights()]))
     assert not optimizer.defaults["fused"]
-
-
-def test_types_that_cannot_be_fused_are_left_to_the_ordinary_implementation():
-    weight = weights(torch.complex64)
-    optimizer = build_optimizer(HyperParameters(optim="AdamW"), nn.ParameterList([weight]))
-    assert not optimizer.defaults["fused"]
-    train(optimizer, weight, 1)
-    assert weight.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -125,16 +112,6 @@ def test_adafactor_with_lr_moves_by_that_lr():
         build_optimizer(HyperParameters(optim="Adafactor"), nn.ParameterList([weights()])).defaults["relative_step"]
         is True
     )
-
-
-def test_a_frozen_parameter_is_trained_once_it_is_thawed():
-    frozen, trained = weights().requires_grad_(False), weights()
-    optimizer = build_optimizer(HyperParameters(optim_kwargs={"lr": 1.0}), nn.ParameterList([frozen, trained]))
-    train(optimizer, trained, 1)
-    assert torch.equal(frozen, weights())
-    frozen.requires_grad_(True)
-    train(optimizer, frozen, 1)
-    assert torch.allclose(frozen, weights() - 0.1)
 
 
 @pytest.mark.parametrize("parameters", [[], [weights().requires_grad_(False)]])

@@ -102,14 +102,6 @@ def test_the_first_group_that_fits_has_a_parameter():
     assert optimizer.param_groups[0]["lr"] == 1.0  # the default is the one that a progress bar shows
 
 
-def test_no_decay_holds_in_groups_too_and_keeps_their_rates():
-    model = Net()
-    found = table(model, built(model, groups=[{"match": "head", "lr": 5.0}], no_decay="bias", weight_decay=0.1))
-    assert found["head.weight"] == (5.0, 0.1)
-    assert found["head.bias"] == (5.0, 0.0)
-    assert found["layers.0.bias"] == (1.0, 0.0)
-
-
 def test_layer_decay_lowers_the_rate_with_each_layer_from_the_head():
     model = Net()
     found = {name: rate for name, (rate, _) in table(model, built(model, layer_decay=0.5)).items()}
@@ -168,33 +160,6 @@ def test_adapters_of_peft_are_a_kind():
 def test_groups_that_do_not_fit_the_model(groups, place, got, do):
     with raises_at(HyperParameterError, place, got, do=do):
         built(Net(), groups=groups)
-
-
-def test_all_groups_that_do_not_fit_are_said_at_once_with_their_lines(tmp_path):
-    text = """\
-hps:
-  epochs: 1
-  batch_size: 1
-  optim:
-    type: AdamW
-    groups:
-      - {match: [clasifier, pooler], lr: 0.1}
-      - {kind: adapter, lr: 0.1}
-      - {match: poler, lr: 0.1}
-"""
-    (tmp_path / "x.yaml").write_text(text)
-    with pytest.raises(HyperParameterError) as raised:
-        build_optimizer(HyperParameters.from_config(tmp_path / "x.yaml"), bert())
-    lines = ["7 optim.groups.0.match", "8 optim.groups.1", "9 optim.groups.2.match"]
-    assert [fault.where.rpartition("x.yaml:")[2] for fault in raised.value.faults] == lines
-
-
-def test_muon_alone_is_told_to_have_the_matrices_alone():
-    hps = {"epochs": 1, "batch_size": 1, "optim": {"type": "Muon", "lr": 0.02}}
-    with raises_at(HyperParameterError, "hps_config optim"):
-        build_optimizer(HyperParameters.from_config(hps), bert())
-    hps["optim"] = {"type": "AdamW", "groups": [{"kind": "matrix", "type": "Muon", "lr": 0.02}]}
-    assert build_optimizer(HyperParameters.from_config(hps), bert()).class_names == "AdamW + Muon"
 
 
 def test_a_tied_weight_has_one_optimizer():

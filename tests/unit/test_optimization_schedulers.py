@@ -55,11 +55,6 @@ def rates(optimizer, scheduler, updates):
     return [*values, optimizer.param_groups[0]["lr"]]
 
 
-def test_no_name_is_no_schedule():
-    hps = HyperParameters()
-    assert build_scheduler(hps, optimizer_of(hps), total_steps=10, steps_per_epoch=5) is None
-
-
 @pytest.mark.parametrize("name", scheduler_names())
 def test_every_schedule_builds_steps_and_continues_from_its_state(name):
     hps = with_schedule(name, NEEDED.get(name))
@@ -103,21 +98,6 @@ def test_each_update_has_the_rate_of_the_plain_schedule(name, kwargs, plain):
     optimizer, scheduler = scheduled(hps, total=30)
     reference = optimizer_of(hps)
     assert rates(optimizer, scheduler, 30) == rates(reference, plain(reference), 30)
-
-
-def test_a_linear_schedule_over_three_epochs_ends_at_zero_with_the_last_update():
-    *before, last, after = rates(*scheduled(with_schedule("LinearWithWarmup", epochs=3), total=15), 15)
-    assert after == 0
-    assert last == pytest.approx(0.1 / 15)
-    assert min(before) > last
-
-
-@pytest.mark.parametrize("total", [1, 2, 7])
-def test_one_cycle_survives_exactly_its_updates(total):
-    optimizer, scheduler = scheduled(with_schedule("OneCycleLR", {"max_lr": 0.2}), total=total)
-    rates(optimizer, scheduler, total)
-    with pytest.raises(ValueError, match="Tried to step"):
-        scheduler.step()
 
 
 @pytest.mark.parametrize(
@@ -164,14 +144,6 @@ def test_a_schedule_of_ones_own_gets_the_lengths_it_asks_for():
 def test_a_schedule_that_needs_an_unknown_length_says_what_to_write(name, kwargs, what, do):
     with raises_at(HyperParameterError, "HyperParameters scheduler", expected=what, do=do):
         scheduled(with_schedule(name, kwargs), total=None, per_epoch=None)
-
-
-@pytest.mark.parametrize(
-    ("name", "kwargs"), [("ConstantWithWarmup", {"num_warmup_steps": 3}), ("StepLR", {"step_size": 2})]
-)
-def test_a_schedule_without_an_end_builds_for_data_without_a_length(name, kwargs):
-    optimizer, scheduler = scheduled(with_schedule(name, kwargs), total=None, per_epoch=None)
-    assert len(set(rates(optimizer, scheduler, 6))) > 1
 
 
 def test_a_refusal_names_the_place_and_the_reason():

@@ -14,8 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
-from tests.resume.unbroken import InterruptAt, InterruptionError
-from tests.toys import make_points, make_trainer
+from tests.toys import InterruptAt, InterruptionError, make_points, make_trainer
 
 EPOCHS, BATCH_SIZE, SAMPLES = 2, 2, 12
 

@@ -13,8 +13,7 @@ from torch.utils.data import TensorDataset
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, Callback, ChainedOptimizer, Trainer, allow_tf32
-from tests.resume.unbroken import InterruptAt, InterruptionError
-from tests.toys import make_trainer
+from tests.toys import InterruptAt, InterruptionError, make_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -179,11 +178,3 @@ def test_normalization_beside_weights_that_become_float32_computes(kind, frozen)
     floats = [tensor for tensor in model[1].state_dict().values() if tensor.is_floating_point()]
     assert {tensor.dtype for tensor in floats} == {torch.float32}
     assert [name for name, weight in model.named_parameters() if not weight.requires_grad] == list(frozen)
-
-
-def test_frozen_normalization_takes_what_trained_embeddings_return():
-    model = nn.Sequential(nn.Embedding(10, 4), nn.LayerNorm(4), nn.Flatten(), nn.Linear(12, 2)).bfloat16()
-    model[1].requires_grad_(requires_grad=False)
-    data = TensorDataset(torch.randint(10, (8, 3)), torch.randn(8, 2))
-    make_trainer({"epochs": 1, "batch_size": 4}, mixed_precision="bf16").fit(Regression(model), data)
-    assert model[0].weight.dtype == torch.float32

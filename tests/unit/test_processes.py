@@ -1,54 +1,8 @@
 import json
-import pickle
 
 import pytest
 
-from accmt import processes
-from accmt.processes import (
-    broadcast_object,
-    gather_objects,
-    is_main_process,
-    num_processes,
-    process_index,
-    run_on_main_process,
-    sum_over_processes,
-)
 from tests.launching import SCRIPTS, launch
-
-
-def test_without_a_process_group_there_is_one_process_and_it_is_the_main_one():
-    assert (num_processes(), process_index(), is_main_process()) == (1, 0, True)
-
-
-def test_one_process_is_its_own_sum():
-    sums = sum_over_processes((1, 2.5))
-    assert sums == [1.0, 2.5]
-    assert [type(value) for value in sums] == [float, float]  # as with several processes
-    assert sum_over_processes([]) == []
-
-
-def test_one_process_gathers_and_hands_on_the_very_same_object():
-    value = object()
-    assert gather_objects(value) == [value]
-    assert broadcast_object(value) is value
-
-
-def test_one_process_acts_and_its_errors_are_its_own():
-    error = ValueError("wrong")
-
-    def fail():
-        raise error
-
-    assert run_on_main_process(lambda: 3) == 3
-    with pytest.raises(ValueError, match="wrong") as raised:
-        run_on_main_process(fail)
-    assert raised.value is error
-
-
-def test_an_outcome_that_can_travel_does_so_unchanged():
-    result = processes._Result.of(lambda: 3)
-    assert result.for_others() is result
-    assert pickle.loads(pickle.dumps(result)).unwrap() == 3
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
-from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Trainer
+from accmt import AcceleratorModule, Callback, Trainer
 from accmt.errors import ArgumentError
-from accmt.run.restart import Recovery
 from tests.raising import raises_at
-from tests.toys import Record, Recorder, logged, make_points, make_trainer
+from tests.toys import ByHand, Record, Recorder, logged, make_points, make_trainer
 
 AUTO = {"max_micro_batch_size": "auto"}
 HPS = {
@@ -102,12 +101,6 @@ def test_only_the_window_in_work_is_done_again(tmp_path: Path) -> None:
     assert module.sizes == [8, 8, 8, 8, 8, 4, 4, 4, *[4] * 11]
 
 
-def test_it_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    train(Hungry(2), tmp_path, AUTO)
-    assert "out of memory after step 0: continuing with micro-batches of 4 samples instead of 8" in caplog.text
-    assert "out of memory after step 0: continuing with micro-batches of 2 samples instead of 4" in caplog.text
-
-
 def test_no_checkpoint_is_left_where_none_was_asked_for(tmp_path: Path) -> None:
     trainer = train(Hungry(4, first_batch=3), tmp_path, AUTO, checkpoint_every=None)
     assert not list(trainer.settings.checkpoint_folder.glob("step-*"))
@@ -120,12 +113,6 @@ def test_what_was_found_is_kept_in_the_checkpoint(tmp_path: Path) -> None:
     module = Hungry(4)
     train(module, tmp_path, AUTO, checkpoint_every="1 step", resume=True)
     assert max(module.sizes) == 4
-
-
-def test_what_was_learned_since_a_checkpoint_counts_more_than_what_it_knows() -> None:
-    recovery = Recovery(lessons={"guard": {"skipped": [3, 7]}})
-    recovery.learn({"guard": {"skipped": [3]}, "memory": {"size": 4}})
-    assert recovery.lessons == {"guard": {"skipped": [3, 7]}, "memory": {"size": 4}}
 
 
 def test_callbacks_keep_their_state_and_are_told_that_the_run_goes_on(tmp_path: Path) -> None:
@@ -154,22 +141,6 @@ def test_a_single_sample_that_does_not_fit_is_an_error(tmp_path: Path) -> None:
         train(Hungry(0), tmp_path, AUTO)
 
 
-def test_without_it_memory_that_runs_out_is_an_error(tmp_path: Path) -> None:
-    module = Hungry(4)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(module, tmp_path)
-    assert module.sizes == [8]
-
-
-def test_another_error_passes(tmp_path: Path) -> None:
-    class Broken(Hungry):
-        def training_step(self, batch: Any) -> torch.Tensor:
-            raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        train(Broken(1), tmp_path, AUTO)
-
-
 def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
     trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
     with raises_at(ArgumentError, "max_micro_batch_size: auto"):
@@ -177,16 +148,9 @@ def test_batches_that_somebody_else_cuts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_module_that_steps_by_itself_is_refused(tmp_path: Path) -> None:
-    class Manual(ExtendedAcceleratorModule):
-        def __init__(self) -> None:
-            self.model = nn.Linear(3, 1)
-
-        def training_step(self, batch: Any) -> None:
-            """Never called."""
-
     trainer = make_trainer({**HPS, **AUTO}, str(tmp_path / "model"))
     with raises_at(ArgumentError, "max_micro_batch_size: auto"):
-        trainer.fit(Manual(), TensorDataset(torch.zeros(4, 3), torch.zeros(4, 1)))
+        trainer.fit(ByHand(), make_points(4))
 
 
 def test_the_optimizer_state_of_the_run_that_ended_is_free_before_the_next_loads_its_own(tmp_path: Path) -> None:

@@ -10,11 +10,9 @@ import pytest
 from accelerate.tracking import GeneralTracker
 
 from accmt.addons.trackers.spec import find_specs
-from accmt.errors import ArgumentError
 from accmt.features.listed import all_features
 from accmt.options import Settings
 from accmt.registry import _BUILT_IN, ADDED_FEATURES, ONLY_WITH, find, is_built_in, names
-from tests.raising import raises_at
 from tests.toys import make_trainer
 
 TRACKER = """
@@ -60,13 +58,6 @@ def test_a_package_adds_a_name(package: None) -> None:
     assert not is_built_in("accmt.trackers", "lines")
     [spec] = find_specs("Lines")
     assert spec.name == "lines"
-
-
-def test_an_unknown_name_is_an_error_that_lists_those_that_packages_add(package: None) -> None:
-    with pytest.raises(KeyError):
-        find("accmt.trackers", "lanes")
-    with raises_at(ArgumentError, "Trainer(log_with=...)"):
-        find_specs("lanes")
 
 
 def features_of(**arguments: Any) -> set[str]:

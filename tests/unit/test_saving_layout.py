@@ -2,19 +2,12 @@ import json
 
 import pytest
 
-from accmt.saving.weights import ENTRY_NAMES, PICKLE, SAFETENSORS, files_of, find_entry, remove_unnamed_shards
+from accmt.saving.weights import PICKLE, SAFETENSORS, files_of, remove_unnamed_shards
 
 
 def touch(folder, *names):
     for name in names:
         (folder / name).touch()
-
-
-def test_the_first_entry_is_the_one_that_loaders_start_from(tmp_path):
-    assert find_entry(tmp_path) is None
-    for name in reversed(ENTRY_NAMES):
-        touch(tmp_path, name)
-        assert find_entry(tmp_path) == tmp_path / name
 
 
 @pytest.mark.parametrize(
@@ -28,12 +21,6 @@ def test_the_first_entry_is_the_one_that_loaders_start_from(tmp_path):
 def test_the_weights_of_an_adapter_are_those_that_peft_reads(tmp_path, present, expected):
     touch(tmp_path, "adapter_config.json", *present)
     assert files_of(tmp_path / "adapter_config.json") == [expected]
-
-
-def test_an_index_names_each_file_once(tmp_path):
-    index = tmp_path / SAFETENSORS.index
-    index.write_text(json.dumps({"weight_map": {"a": "2", "b": "1", "c": "2"}}))
-    assert files_of(index) == ["1", "2"]
 
 
 def test_only_our_shards_that_nothing_names_are_removed(tmp_path):

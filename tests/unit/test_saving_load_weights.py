@@ -56,12 +56,6 @@ def test_every_misfit_stands_in_one_message_and_the_model_is_untouched(tmp_path)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_long_lists_of_names_are_cut_short(tmp_path):
-    save_weights({f"layer{number}": torch.ones(1) for number in range(100)}, tmp_path)
-    with raises_at(WeightsError, str(tmp_path), "layer0, ", "92 more"):
-        load_weights(build(), tmp_path)
-
-
 def test_not_strict_loads_what_both_sides_have(tmp_path):
     save_weights({"0.weight": torch.ones(4, 4), "head": torch.ones(1)}, tmp_path)
     model = build()
@@ -69,12 +63,6 @@ def test_not_strict_loads_what_both_sides_have(tmp_path):
     load_weights(model, tmp_path, strict=False)
     assert torch.equal(model[0].weight, torch.ones(4, 4))
     assert torch.equal(model[0].bias, bias)
-
-
-def test_not_strict_still_refuses_other_shapes(tmp_path):
-    save(tmp_path, build(width=5))
-    with raises_at(WeightsError, str(tmp_path), "0.weight [5, 4] for [4, 4]"):
-        load_weights(build(), tmp_path, strict=False)
 
 
 def test_not_strict_refuses_a_folder_with_no_name_in_common(tmp_path):

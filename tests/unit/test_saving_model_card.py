@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import yaml
 
 from accmt import HyperParameters
 from accmt.addons.model_card import write_model_card
@@ -37,13 +36,6 @@ def test_each_section_is_a_table_or_a_command(tmp_path):
     assert "Empty" not in text
 
 
-def test_our_card_is_written_anew(tmp_path):
-    assert write(tmp_path, Results={"loss": 1.0})
-    assert write(tmp_path, Results={"loss": 0.5})
-    assert "0.5" in read(tmp_path)
-    assert "| loss | 1 |" not in read(tmp_path)
-
-
 @pytest.mark.parametrize("change", [lambda text: "mine", lambda text: text.replace(CARD_MARK, "") + "and my words"])
 def test_somebody_elses_card_stays(tmp_path, change):
     write(tmp_path, Results={"loss": 1.0})
@@ -60,12 +52,6 @@ def test_the_hyper_parameters_train_again(tmp_path):
     assert write_hps(tmp_path, hps.to_dict())
     assert HyperParameters.from_config(tmp_path / "hps.yaml") == hps
     assert write_hps(tmp_path, hps.to_dict())
-
-
-def test_somebody_elses_hyper_parameters_stay(tmp_path):
-    (tmp_path / "hps.yaml").write_text("hps: {}\n")
-    assert not write_hps(tmp_path, {"hps": {"epochs": 1}})
-    assert yaml.safe_load((tmp_path / "hps.yaml").read_text()) == {"hps": {}}
 
 
 def test_no_password_is_written_whatever_it_stands_in(tmp_path):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
-import math
 import os
 from pathlib import Path
 
@@ -47,28 +45,6 @@ def test_the_model_of_another_run_is_kept_and_that_of_the_own_run_replaced():
     assert (value_in(MODEL), value_in(PREVIOUS)) == (4, 2)
     assert names_in(MODEL) == ["model.safetensors", "status.json"]
     assert names_in(PREVIOUS) == ["model.safetensors", "replaced_by.json", "status.json"]
-
-
-def test_none_is_deleted_that_is_not_asked_to_be():
-    for number, run_id in enumerate("abc"):
-        save(number, run_id)
-    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [2, 0, 1]
-
-
-def test_a_kept_model_that_is_trained_on_is_kept_as_any_other():
-    save(1, "a")
-    save(2, "b")
-    assert save(3, "c", PREVIOUS) == Path("out/m.previous.previous").absolute()
-    save(4, "d")
-    assert [value_in(Path(f"out/m{end}")) for end in ("", ".previous", ".previous-2")] == [4, 3, 2]
-
-
-def test_who_writes_into_a_file_beside_the_weights_writes_into_the_new_model_only():
-    save(1, "a")
-    (MODEL / "tokenizer.json").write_text("of a")
-    save(2, "b")
-    (MODEL / "tokenizer.json").write_text("of b")
-    assert (PREVIOUS / "tokenizer.json").read_text() == "of a"
 
 
 def test_weights_that_are_a_link_are_kept_themselves():
@@ -162,29 +138,9 @@ def test_a_kill_at_any_moment_leaves_both_models_and_the_run_that_goes_on_keeps_
     assert point > 20
 
 
-def test_status_comes_back_with_its_version(tmp_path):
-    status = {"epoch": 2, "global_step": 120, "best": {"loss": 0.1 + 0.2}, "additional_metrics": {}, "digest": "ab"}
-    write_status(tmp_path, status)
-    assert read_status(tmp_path) == {"version": 1, **status}
-
-
-def test_status_is_strict_json_with_infinite_best_values(tmp_path):
-    def refuse(name):
-        raise AssertionError(f"{name} is not JSON")
-
-    write_status(tmp_path, {"best_loss": math.inf})
-    json.loads((tmp_path / "status.json").read_text(), parse_constant=refuse)
-    assert read_status(tmp_path)["best_loss"] == math.inf
-
-
 def test_status_that_json_cannot_hold_leaves_the_old_one(tmp_path):
     write_status(tmp_path, {"epoch": 1})
     with pytest.raises(TypeError, match="object"):
         write_status(tmp_path, {"epoch": object()})
     assert read_status(tmp_path)["epoch"] == 1
     assert names_in(tmp_path) == ["status.json"]
-
-
-def test_folder_without_status_is_a_missing_file(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        read_status(tmp_path)

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from accmt.errors import WeightsError
-from accmt.saving.weights import find_tied, give_own_memory, plain_names, require_dense_tensors
+from accmt.saving.weights import find_tied, give_own_memory, plain_names
 
 
 @pytest.mark.parametrize(
@@ -60,22 +59,3 @@ def test_own_memory_copies_only_what_shares_or_wastes_memory():
         assert torch.equal(separate[name], tensor)
         assert separate[name].is_contiguous()
         assert separate[name].untyped_storage().nbytes() == tensor.nbytes
-
-
-def test_parameters_lose_their_gradients_history():
-    assert not give_own_memory({"weight": torch.nn.Parameter(torch.ones(2))})["weight"].requires_grad
-
-
-def is_accepted(check, *arguments):
-    """Return whether a check finds no fault."""
-    try:
-        check(*arguments)
-    except WeightsError:
-        return False
-    return True
-
-
-def test_dense_tensors_are_accepted_whatever_their_shape():
-    dense = {"scalar": torch.tensor(1), "empty": torch.empty(0), "strided": torch.ones(4, 4).t()}
-    assert is_accepted(require_dense_tensors, dense)
-    assert not is_accepted(require_dense_tensors, {**dense, "meta": torch.ones(1, device="meta")})

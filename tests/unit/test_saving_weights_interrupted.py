@@ -154,23 +154,6 @@ def test_save_after_a_killed_one_leaves_only_its_own_files(tmp_path, new):
         assert value_in(tmp_path) == 3.0
 
 
-@pytest.mark.parametrize("new", KINDS)
-@pytest.mark.parametrize("old", KINDS)
-def test_second_save_in_another_form_leaves_no_stray_files(tmp_path, old, new):
-    save(build(1.0), tmp_path, **KINDS[old])
-    saved = save(build(2.0), tmp_path, **KINDS[new])
-    assert names_in(tmp_path) == sorted(saved.files)
-    assert value_in(tmp_path) == 2.0
-
-
-def test_error_during_a_first_save_leaves_an_empty_folder(tmp_path):
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        FailingOperations(monkeypatch, 4, kill=False)
-        with pytest.raises(InjectedError):
-            save(build(1.0), tmp_path, max_shard_size=200)
-    assert names_in(tmp_path) == []
-
-
 def test_same_weights_saved_twice_survive_an_interruption(tmp_path):
     save(build(2.0), tmp_path, **KINDS["bin shards"])
     for allowed in range(15):

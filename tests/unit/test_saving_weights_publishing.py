@@ -18,15 +18,6 @@ def staged(tmp_path):
     return tmp_path / "model" / ".tmp-weights"
 
 
-def test_the_file_that_loaders_start_from_is_moved_last(staged, monkeypatch):
-    fill(staged, ["a.json", "model.safetensors", "z/b.txt"])
-    moved, replace = [], type(staged).replace
-    monkeypatch.setattr(type(staged), "replace", lambda path, target: moved.append(path.name) or replace(path, target))
-    publish(staged, staged.parent, "model.safetensors")
-    assert moved == ["a.json", "b.txt", "model.safetensors"]
-    assert list_files(staged.parent) == ["a.json", "model.safetensors", "z/b.txt"]
-
-
 def test_files_are_durable_before_they_are_visible_and_the_one_that_loaders_start_from_comes_last(staged, monkeypatch):
     """A name that outlives a power cut must not stand for an empty file."""
     fill(staged, ["a.json", "model.safetensors", "z/b.txt"])

@@ -232,11 +232,6 @@ def test_data_beside_a_datamodule_are_refused(name):
         make_trainer().test(Scripted(), Numbers(2), datamodule=Data())
 
 
-def test_an_object_that_makes_no_loader_is_refused():
-    with raises_at(ArgumentError, "datamodule"):
-        make_trainer().fit(Scripted(), datamodule=Numbers(2))
-
-
 @pytest.mark.parametrize(
     ("wrong", "right"),
     [

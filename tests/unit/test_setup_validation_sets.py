@@ -6,7 +6,7 @@ from collections import UserDict, namedtuple
 
 import numpy as np
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Subset
 
 from accmt.errors import DataError
 from accmt.loaders import name_sets
@@ -112,8 +112,3 @@ def test_validation_data_that_can_be_read_only_once_are_rejected_before_training
 def test_an_evaluation_of_its_own_reads_an_iterator():
     trainer = make_trainer()
     assert trainer.validate(Scripted(), iter([0.0, 1.0, 2.0]))["val_loss"] == 1.0
-
-
-def test_a_single_dataset_is_no_list():
-    data = TensorDataset(torch.ones(3))
-    assert name_sets(data) == {"": data}

@@ -64,18 +64,6 @@ def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
     assert (state.global_step, state.epoch_step, state.skipped_steps, state.samples_seen) == (0, 0, 1, 4)
 
 
-def test_evaluations_count_their_batches_and_remember_their_step():
-    state = TrainingState()
-    state.count_samples(2)
-    state.count_step()
-    for batches in (3, 2):
-        state.begin_evaluation()
-        for _ in range(batches):
-            state.count_validation_batch()
-        state.count_evaluation()
-    assert (state.val_step, state.eval_global_step, state.evaluations_done, state.last_evaluation_step) == (2, 5, 2, 1)
-
-
 @pytest.mark.parametrize(
     ("accumulation", "boundaries"),
     [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (4, [3, 6]), (7, [6]), (100, [6])],
@@ -88,11 +76,6 @@ def test_a_window_ends_after_its_batches_and_with_the_epoch(accumulation, bounda
             found.append(batch)
         state.count_batch()
     assert found == boundaries
-
-
-def test_without_more_being_said_no_batch_is_the_last():
-    assert not TrainingState(grad_accum_steps=2).is_grad_accum_boundary()
-    assert TrainingState(grad_accum_steps=2, train_step=1).is_grad_accum_boundary()
 
 
 def test_counters_survive_a_checkpoint():
@@ -167,10 +150,3 @@ def test_best_losses_are_those_that_models_are_saved_by_and_zero_is_a_value():
     assert state.best_valid_loss is None
     state.best = {"best_train_loss": 0.0, "best_valid_loss": 0.25}
     assert (state.best_train_loss, state.best_valid_loss) == (0.0, 0.25)
-
-
-def test_two_runs_share_nothing():
-    first, second = TrainingState(), TrainingState()
-    first.metrics["accuracy"] = 1.0
-    first.now.status = "failed"
-    assert (second.metrics, second.status) == ({}, "initializing")

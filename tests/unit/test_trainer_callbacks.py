@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
-
 from accmt import EMA, Callback, LambdaCallback, MainProcessCallback
 from accmt.callbacks import HOOKS
-from accmt.errors import CallbackNotFoundError, ModuleContractError
+from accmt.errors import CallbackNotFoundError
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
@@ -90,18 +88,3 @@ def test_once_a_run_was_begun_the_module_and_our_own_callbacks_are_in_the_table(
     rows = rows_of(trainer.describe_callbacks())
     assert [name for hook, name, _ in rows if hook == "on_epoch_end"] == ["Counting", "Watching"]
     assert "ModelSaver" in [name for hook, name, _ in rows if hook == "on_evaluation_end"]
-
-
-@pytest.mark.parametrize("verbose", [True, False])
-def test_the_table_is_said_unless_told_otherwise(caplog, verbose):
-    table = make_trainer(callbacks=Counting(), verbose=verbose).describe_callbacks()
-    assert (table in caplog.text) == verbose
-
-
-def test_a_misspelt_hook_shows_in_the_table_too():
-    class Misspelt(Callback):
-        def on_epoch_ends(self):
-            pass
-
-    with raises_at(ModuleContractError, "Misspelt.on_epoch_ends"):
-        make_trainer(callbacks=Misspelt()).describe_callbacks()

@@ -43,19 +43,6 @@ def test_a_closed_trainer_keeps_neither_data_nor_the_optimizers_memory_while_the
         assert module.trainer is again, "another Trainer's module is let be"
 
 
-def test_a_trainer_that_never_ran_can_be_closed():
-    trainer = make_trainer()
-    trainer.close()
-    assert trainer.fit(Linear(), make_points()).global_step == 4, "and train after it"
-
-
-def test_one_process_may_train_on_after_closing():
-    with make_trainer() as trainer:
-        first = trainer.fit(Linear(), make_points()).global_step
-    assert trainer._run is None
-    assert trainer.fit(Linear(), make_points()).global_step == first
-
-
 def test_an_error_in_the_block_goes_on_and_the_run_is_given_back():
     trainer = make_trainer()
 
@@ -125,11 +112,6 @@ def test_a_checkpoint_after_a_reset_continues_bit_for_bit():
     unbroken = train("out/a", {"epochs": 1}, False)
     train("out/b", {"epochs": 1, "max_steps": 2}, False)
     assert torch.equal(train("out/b", {"epochs": 1}, True), unbroken)
-
-
-def test_without_a_run_there_is_no_optimizer_to_reset():
-    with pytest.raises(RuntimeError, match="there is no run yet"):
-        make_trainer().reset_optimizer()
 
 
 def test_a_trainer_is_pickled_after_a_run_as_before_it():

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from accmt import EMA, AcceleratorModule, Accuracy, Callback, LambdaCallback, Trainer, read_history
 from accmt.errors import (
@@ -26,7 +26,7 @@ from accmt.errors import (
     WeightsError,
 )
 from tests.raising import raises_at
-from tests.toys import Linear, Numbers, Recorder, Scripted, logged, make_points, make_trainer
+from tests.toys import Linear, Numbers, Recorder, Scripted, Stream, logged, make_points, make_trainer
 
 EVALUATION_HOOKS = [
     "on_evaluation_start",
@@ -202,13 +202,6 @@ def test_test_batches_have_a_size_and_a_limit_of_their_own():
     assert module.validated[2:] == [[0, 1]]
 
 
-@pytest.mark.parametrize(("limit", "batches"), [(10, 10), (0.5, 10), (1.0, 20), (1, 1), (0, 0)])
-def test_a_limit_is_a_number_of_batches_or_a_fraction(limit: float, batches: int):
-    module, trainer = Scripted(), make_trainer({"batch_size": 1}, limit_batches={"test": limit})
-    assert bool(trainer.test(module, Numbers(20))) == (batches > 0)
-    assert len(module.validated) == batches
-
-
 def test_a_limit_is_of_each_set():
     module, trainer = Scripted(), make_trainer(limit_batches={"val": 1, "test": 1, "predict": 1})
     sets = {"a": Numbers(8), "b": Numbers([5, 6, 7])}
@@ -228,6 +221,10 @@ FORMS = {
     "tuple": (lambda batch: (batch, batch > 2), (torch.arange(5.0), torch.arange(5) > 2)),
     "array": (lambda batch: batch.numpy(), torch.arange(5.0)),
     "list of dicts": (lambda batch: [{"n": int(n)} for n in batch], [{"n": n} for n in range(5)]),
+    "padded to the longest": (
+        lambda batch: batch[:, None].repeat(1, int(batch.max()) + 1),
+        [torch.full((width,), float(number)) for number, width in enumerate((2, 2, 4, 4, 5))],
+    ),
 }
 
 
@@ -237,14 +234,6 @@ def test_there_is_one_prediction_for_each_sample_in_the_order_of_the_data(form: 
     predicted = make_trainer().predict(Predicting(make), Numbers(5))
     assert type(predicted) is type(expected)
     assert str(predicted) == str(expected)
-
-
-def test_tensors_whose_samples_have_different_shapes_become_a_list_of_them():
-    def pad_to_longest(batch: torch.Tensor) -> torch.Tensor:
-        return batch[:, None].repeat(1, int(batch.max()) + 1)
-
-    predicted = make_trainer().predict(Predicting(pad_to_longest), Numbers(5))
-    assert [tensor.tolist() for tensor in predicted] == [[0, 0], [1, 1], [2] * 4, [3] * 4, [4] * 5]
 
 
 def test_predictions_can_be_trained_on():
@@ -276,14 +265,13 @@ def test_nothing_is_predicted_of_data_that_are_limited_to_nothing():
     assert make_trainer(limit_batches={"predict": 0}).predict(Predicting(), Numbers(3)) == {}
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    def __iter__(self):
-        yield from map(float, range(5))
-
-
 @pytest.mark.parametrize(
     "data",
-    [DataLoader(Numbers(5), batch_size=3), Stream(), [torch.tensor(float(n)) for n in range(5)]],
+    [
+        DataLoader(Numbers(5), batch_size=3),
+        Stream([0.0, 1.0, 2.0, 3.0, 4.0]),
+        [torch.tensor(float(n)) for n in range(5)],
+    ],
     ids=["loader", "stream", "list"],
 )
 def test_every_kind_of_data_is_predicted(data: Any):
@@ -327,17 +315,12 @@ def test_a_transformers_model_predicts_its_logits_without_labels():
         (lambda batch: {"loss": batch.mean(), "n": batch}, "predictions['loss']", ""),
         (lambda batch: (batch, batch[:1]), "{'predictions[0]': 2, 'predictions[1]': 1}", ""),
         (lambda batch: "ab", "predictions: str 'ab'", ""),
+        (lambda batch: torch.stack([batch, -batch, batch], 1).squeeze(), "", ""),  # of a last batch of one
     ],
 )
 def test_what_is_no_prediction_for_each_sample_is_refused(form: Any, got: str, do: str):
     with raises_at(ModuleContractError, "predict_step", got, do=do):
-        make_trainer().predict(Predicting(form), Numbers(4))
-
-
-def test_a_last_batch_of_one_that_is_squeezed_is_not_taken_for_many_samples():
-    module = Predicting(lambda batch: torch.stack([batch, -batch, batch], 1).squeeze())
-    with raises_at(ModuleContractError, "predict_step"):
-        make_trainer().predict(module, Numbers(5))
+        make_trainer().predict(Predicting(form), Numbers(5))
 
 
 def test_predictions_are_of_the_samples_that_were_read_or_that_the_module_counts():
@@ -558,26 +541,6 @@ def test_what_a_step_logs_is_in_the_results_and_in_no_log():
     assert list(read_history(trainer.log_dir)) == rows
 
 
-def test_a_callback_may_change_the_results():
-    class Doubling(Callback):
-        def on_evaluation_end(self, metrics):
-            metrics["twice"] = 2 * metrics["val_loss"]
-
-    results = make_trainer(callbacks=Doubling()).validate(Scripted(), Numbers([1, 3]))
-    assert results == {"val_loss": 2.0, "twice": 4.0}
-
-
-def test_callbacks_of_the_module_are_called_too():
-    recorder = Recorder()
-
-    class WithCallback(Linear):
-        def get_callbacks(self):
-            return recorder
-
-    make_trainer().test(WithCallback(), make_points(2))
-    assert recorder.calls == EVALUATION_HOOKS
-
-
 def test_another_module_than_that_of_fit_is_evaluated_with_callbacks_and_data_of_its_own():
     ours, theirs = Recorder(), Recorder()
 
@@ -762,13 +725,6 @@ def test_a_module_and_data_are_needed(function: str):
         getattr(trainer, function)(Linear(), TensorDataset(torch.empty(0, 3)))
 
 
-def test_a_run_without_validation_data_leaves_none_to_validate():
-    trainer = make_trainer()
-    trainer.fit(Linear(), make_points())
-    with raises_at(DataError, "validate", "no data"):
-        trainer.validate()
-
-
 @pytest.mark.parametrize("function", ["validate", "test"])
 def test_a_module_without_a_step_for_it_is_refused(function: str):
     class OnlyTrained(AcceleratorModule):
@@ -780,13 +736,6 @@ def test_a_module_without_a_step_for_it_is_refused(function: str):
 
     with raises_at(ModuleContractError, "OnlyTrained"):
         getattr(make_trainer(), function)(OnlyTrained(), Numbers(2))
-
-
-@pytest.mark.parametrize("function", ["validate", "test", "predict"])
-def test_what_is_no_module_is_refused_by_the_name_of_the_method(function: str):
-    for thing, got in ((Linear, "the class Linear"), (nn.Linear(1, 1), "Linear")):
-        with raises_at(ModuleContractError, f"{function}(module)", got):
-            getattr(make_trainer(), function)(thing, Numbers(2))
 
 
 def test_a_dataset_that_draws_gives_the_same_whatever_the_workers():
@@ -842,16 +791,3 @@ def test_the_bar_is_left_out_where_nothing_is_to_be_said(
 ):
     drawn = drawn_by(monkeypatch, "validate", {**settings, "metrics": Accuracy()}, **told)
     assert ("validate a: 100%" in drawn) is is_drawn
-
-
-def test_an_evaluation_inside_a_run_leaves_the_terminal_to_the_bar_of_training(monkeypatch: pytest.MonkeyPatch):
-    class Testing(Callback):
-        def on_epoch_end(self) -> None:
-            self.trainer.test(test_dataset=make_points(5))
-
-    trainer = make_trainer(callbacks=Testing(), enable_progress_bar=True)
-    stream = Terminal()
-    monkeypatch.setattr("sys.stderr", stream)
-    trainer.fit(Linear(), make_points())
-    assert "4/4" in stream.getvalue()
-    assert "test" not in stream.getvalue()

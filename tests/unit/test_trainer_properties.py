@@ -10,11 +10,10 @@ import pytest
 import torch
 from accelerate import Accelerator, InitProcessGroupKwargs
 from accelerate.utils import DistributedDataParallelKwargs
-from torch.utils.data import SequentialSampler, SubsetRandomSampler
 
-from accmt import EMA, Callback, LambdaCallback, OutputCollector, Trainer
+from accmt import EMA, Callback, OutputCollector, Trainer
 from accmt.compat import OtherHookNames, OtherTrainerNames
-from tests.toys import Linear, Numbers, Scripted, logged, make_points, make_trainer
+from tests.toys import Linear, logged, make_points, make_trainer
 
 
 def test_callback_metrics_are_the_newest_values_of_each_name():
@@ -97,21 +96,6 @@ def test_handlers_of_accelerate_reach_the_accelerator():
     assert accelerator.ddp_handler.static_graph
 
 
-def test_an_accelerator_of_ones_own_class_is_the_one_that_works():
-    class Own(Accelerator):
-        prepared = 0
-
-        def prepare(self, *args, **kwargs):
-            self.prepared += 1
-            return super().prepare(*args, **kwargs)
-
-    accelerator, module = Own(cpu=True), Linear()
-    trainer = make_trainer(accelerator=accelerator)
-    trainer.fit(module, make_points())
-    assert trainer.run.accelerator is module.accelerator is accelerator
-    assert accelerator.prepared == 1
-
-
 @pytest.mark.parametrize("is_placed", [True, False])
 def test_batches_reach_the_device_unless_told_otherwise(is_placed):
     trainer = make_trainer(data_options={"device_placement": is_placed})
@@ -119,28 +103,6 @@ def test_batches_reach_the_device_unless_told_otherwise(is_placed):
     elsewhere = replace(trainer.run, accelerator=SimpleNamespace(device=torch.device("meta")))
     batch = {"inputs": [torch.ones(2)]}
     assert elsewhere.place(batch)["inputs"][0].device.type == ("meta" if is_placed else "cpu")
-
-
-def test_rows_are_updates_whatever_the_batches_of_an_update():
-    trainer = make_trainer(log_every=2, grad_accumulation_steps=2)
-    trainer.fit(Linear(), make_points(16))
-    assert [step for step, _ in logged(trainer, "train_loss")] == [2, 4]
-
-
-def test_samplers_for_training_and_validation():
-    module = Scripted()
-    train, val = Numbers(6), Numbers(4)
-    samplers = {"train": SubsetRandomSampler([1, 3, 5]), "val": SequentialSampler(val)}
-    make_trainer({"batch_size": 1}, num_sanity_val_steps=0, sampler=samplers).fit(module, train, val)
-    assert sorted(module.seen) == [[1.0], [3.0], [5.0]]
-    assert module.validated == [[0.0], [1.0], [2.0], [3.0]]
-
-
-def test_epochs_and_evaluations_have_a_cap_of_batches():
-    module = Scripted()
-    trainer = make_trainer({"epochs": 2}, limit_batches={"train": 3, "val": 1}, num_sanity_val_steps=0)
-    trainer.fit(module, Numbers(20), Numbers(20))
-    assert (len(module.seen), len(module.validated)) == (6, 2)
 
 
 def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
@@ -162,18 +124,6 @@ def test_hooks_get_the_batch_the_loss_and_what_the_step_returned():
     make_trainer(callbacks=Watch()).fit(Returning(), make_points())
     assert seen == [one["batch"] for one in returned]
     assert len(seen) == 4
-
-
-def test_a_function_that_names_the_trainer_gets_it():
-    seen = []
-    callback = LambdaCallback(
-        on_after_training_step=lambda trainer: seen.append(trainer.global_step),
-        on_epoch_end=lambda trainer: seen.append(trainer),
-        on_log=lambda trainer, step: seen.append((trainer.current_epoch, step)),
-    )
-    trainer = make_trainer(callbacks=callback, log_every=4)
-    trainer.fit(Linear(), make_points())
-    assert seen == [0, 1, 2, 3, (0, 4), trainer]
 
 
 def test_callbacks_of_a_pymarlin_module_are_called_and_can_gather_what_its_steps_made():
