@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from accmt import AcceleratorModule, Callback, Trainer, read_history
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.errors import ArgumentError, DataError
-from accmt.module import HuggingFaceModule
 from tests.raising import raises_at
 from tests.toys import Stream
 from tests.unit.test_huggingface_isolation import ISOLATED, build

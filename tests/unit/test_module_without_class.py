@@ -9,8 +9,8 @@ from torch.utils.data import default_collate
 from transformers import BertConfig, BertForSequenceClassification
 
 from accmt import AcceleratorModule
+from accmt.addons.made_modules import HuggingFaceModule
 from accmt.errors import DataError
-from accmt.module import HuggingFaceModule
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
