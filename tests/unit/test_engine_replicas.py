@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt.engine import replicas
+from accmt.addons import replicas
 
 
 class Codebook(nn.Module):

@@ -11,7 +11,8 @@ from torch import nn
 
 from accmt import AcceleratorModule, TrainingState
 from accmt.addons.hints.methods import FOREIGN_ATTRIBUTES
-from accmt.module import HuggingFaceModule, defines
+from accmt.addons.made_modules import HuggingFaceModule
+from accmt.module import defines
 from tests.toys import Linear
 
 
