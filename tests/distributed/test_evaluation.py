@@ -11,8 +11,7 @@ from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENG
 from tests.launching import SCRIPTS, launch
 
 SHARING = ("tpfsdp-4",)  # processes that share each batch
-RARELY = (2, "fsdp-2", "fsdp-4")
-SEVERAL = (3, "hsdp-4", *SHARING, *(pytest.param(way, marks=pytest.mark.slow) for way in RARELY))
+SEVERAL = (3, "fsdp-2", *SHARING)
 LAUNCHES = (1, *SEVERAL)
 
 Answers = dict[int | str, list[dict[str, Any]]]

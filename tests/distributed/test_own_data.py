@@ -11,24 +11,25 @@ import pytest
 from tests.launching import SCRIPTS, launch, run_together
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
-def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path, processes: int) -> None:
+PROCESSES = 2
+
+
+def test_a_run_on_a_distributed_sampler_resumes_within_an_epoch(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "sampler", processes=processes, result=path)
+    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "sampler", processes=PROCESSES, result=path)
     result = json.loads(path.read_text())
-    assert len(result["whole"]) == processes
-    assert sorted(sum((seen[: 48 // processes] for seen, _, _ in result["whole"]), [])) == list(range(48))
+    assert len(result["whole"]) == PROCESSES
+    assert sorted(sum((seen[: 48 // PROCESSES] for seen, _, _ in result["whole"]), [])) == list(range(48))
     for (seen, weights, count), (first, second) in zip(result["whole"], result["parts"], strict=True):
         assert count == second[2] == 96
-        assert first[2] == 3 * 4 * processes
+        assert first[2] == 3 * 4 * PROCESSES
         assert first[0] + second[0] == seen
         assert second[1] == weights
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tmp_path: Path, processes: int) -> None:
+def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    forks, printed = run_together(SCRIPTS / "own_data.py", str(path), str(tmp_path), "nothing", processes=processes)
+    forks, printed = run_together(SCRIPTS / "own_data.py", str(path), str(tmp_path), "nothing", processes=PROCESSES)
     assert not path.exists()
     assert all(fork.poll() not in (0, None) for fork in forks)
     assert "None from the collate function, which may have no `return batch`" in printed
@@ -42,10 +43,9 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
-def test_processes_whose_data_or_order_becomes_another_are_told_who_differs(tmp_path: Path, processes: int) -> None:
+def test_processes_whose_data_or_order_becomes_another_are_told_who_differs(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
-    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "differ", processes=processes, result=path)
+    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "differ", processes=PROCESSES, result=path)
     result = json.loads(path.read_text())
     assert result.keys() == DIFFERENT.keys()
     for name, said in result.items():

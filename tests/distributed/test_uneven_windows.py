@@ -12,7 +12,7 @@ from tests.distributed.scripts.uneven_windows import LR, SAMPLES, Heads, make_da
 from tests.launching import SCRIPTS, launch
 
 
-@pytest.fixture(scope="module", params=[2, 3, 4, "fsdp-2"], ids=lambda name: f"{name}-processes")
+@pytest.fixture(scope="module", params=[3, "fsdp-2"], ids=lambda name: f"{name}-processes")
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("uneven_windows")
     path = folder / "result.json"

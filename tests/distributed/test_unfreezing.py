@@ -15,21 +15,24 @@ from tests.launching import SCRIPTS, launch, run_together
 SCRIPT = SCRIPTS / "unfreezing.py"
 
 
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda r: f"{r}-processes")
-def outcome(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, dict[str, Any]]:
+PROCESSES = 3
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("unfreezing")
     path = folder / "result.json"
-    launch(SCRIPT, str(path), str(folder), processes=request.param, result=path)
-    return request.param, json.loads(path.read_text())
+    launch(SCRIPT, str(path), str(folder), processes=PROCESSES, result=path)
+    return json.loads(path.read_text())
 
 
-def reference(name: str, processes: int) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
+def reference(name: str) -> tuple[dict[str, torch.Tensor], list[list[int]]]:
     """Train with plain torch, each optimizer step on one batch."""
     plan, trained = unfreezing.PLANS[name], []
     model = unfreezing.Regression(plan.get(0, {})).model
     optimizer = torch.optim.AdamW(model.parameters(), lr=unfreezing.LR)
     inputs, targets = unfreezing.make_points().tensors
-    size = unfreezing.BATCH_SIZE * unfreezing.ACCUMULATION * processes
+    size = unfreezing.BATCH_SIZE * unfreezing.ACCUMULATION * PROCESSES
     done = 0
 
     for _ in range(unfreezing.EPOCHS):
@@ -46,10 +49,9 @@ def reference(name: str, processes: int) -> tuple[dict[str, torch.Tensor], list[
 
 
 @pytest.mark.parametrize("name", unfreezing.PLANS)
-def test_what_is_trained_at_a_step_is_averaged_over_processes(name: str, outcome) -> None:
-    processes, results = outcome
+def test_what_is_trained_at_a_step_is_averaged_over_processes(name: str, results) -> None:
     unbroken = results[name]["unbroken"]
-    expected, trained = reference(name, processes)
+    expected, trained = reference(name)
     assert unbroken["trained"] == trained
     assert all(weights == unbroken["every"][0] for weights in unbroken["every"])
     for layer, weight in expected.items():
@@ -57,8 +59,7 @@ def test_what_is_trained_at_a_step_is_averaged_over_processes(name: str, outcome
 
 
 @pytest.mark.parametrize("name", unfreezing.PLANS)
-def test_a_run_continued_after_layers_were_unfrozen_is_the_unbroken_one(name: str, outcome) -> None:
-    _, results = outcome
+def test_a_run_continued_after_layers_were_unfrozen_is_the_unbroken_one(name: str, results) -> None:
     unbroken, continued = results[name]["unbroken"], results[name]["continued"]
     assert continued["every"] == unbroken["every"]
     assert continued["averages"] == unbroken["averages"]

@@ -1,6 +1,6 @@
 """Trains and evaluates with steps that communicate, on data whose last micro-batch is short, and writes the weights.
 
-torchrun --nproc-per-node 2 communicating_steps.py RESULT.json FOLDER
+torchrun --nproc-per-node 3 communicating_steps.py RESULT.json FOLDER
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from accmt.processes import gather_objects, is_main_process
 PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 GLOBAL_BATCH = 6
 LR, LR_OF_DETECTION = 0.1, 1e-3
-SIZES = (7, 8, 9)  # partial on 2 and 3 processes; partial on 3, even on 2; uneven on 2, even on 3
+SIZES = (7, 8, 9)  # for the last batch of 3 processes: one has a sample, two have, all have
 
 
 def make_rows(count: int) -> list[Tensor]:

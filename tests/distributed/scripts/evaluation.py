@@ -22,7 +22,7 @@ from accmt import AcceleratorModule, Accuracy, Metric, Trainer
 from accmt.processes import data_index, gather_objects, is_main_process
 from tests.splitting import is_split, split
 
-LENGTHS = (1, 7, 8, 17)
+LENGTHS = (1, 8, 17)
 BATCH_SIZE = 4
 MAX_TOKENS = 11
 OTHER_LENGTH = 6
