@@ -11,7 +11,6 @@ import torch
 from tests.distributed.scripts import containers
 from tests.launching import SCRIPTS, launch
 
-
 PROCESSES = 3
 
 

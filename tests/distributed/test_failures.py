@@ -38,7 +38,7 @@ Start = Callable[[Path, dict[str, Any]], tuple[bool, str]]
 def parts_of(folder: Path, processes: int, rng: random.Random) -> list[dict[str, Any]]:
     """Return an unbroken run, then for each moment a run that is left there and one that continues it."""
     parts: list[dict[str, Any]] = [{"folder": str(folder / "unbroken"), "act": "none"}]
-    places = [*MOMENTS, *((round(rng.uniform(0, 0.5), 3), 1) for _ in range(4))]
+    places = [*MOMENTS, *((round(rng.uniform(0, 0.5), 3), 1) for _ in range(2))]
     for index, (moment, number) in enumerate(places):
         process = processes - 1 if moment in ("on_save_model",) else rng.randrange(processes)
         act = SENT[index % len(SENT)]
@@ -48,8 +48,8 @@ def parts_of(folder: Path, processes: int, rng: random.Random) -> list[dict[str,
     return parts
 
 
-@pytest.mark.parametrize("processes", [2, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 3))])
-def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_path: Path, processes: int) -> None:
+def test_a_signal_to_any_process_at_any_moment_is_one_checkpoint_for_all(tmp_path: Path) -> None:
+    processes = 3
     seed = int(os.environ.get("ACCMT_TEST_SEED", time.time()))
     sys.stdout.write(f"seed {seed}: ACCMT_TEST_SEED={seed} repeats this\n")
     parts = parts_of(tmp_path, processes, random.Random(seed))
@@ -100,10 +100,6 @@ def start_with_torchrun(folder: Path, part: dict[str, Any]) -> tuple[bool, str]:
 
 
 FAULTS = [
-    pytest.param(
-        *(start_with_torchrun, "raise", "on_after_backward", 1, "ValueError: the fault of this test"),
-        marks=pytest.mark.slow,
-    ),
     (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
     (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
     (start, "memory", "on_after_backward", 1, "OutOfMemoryError: the fault of this test"),
@@ -150,8 +146,6 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
     [
         ("validate", "kill"),
         ("predict", "raise"),
-        pytest.param("test", "raise", marks=pytest.mark.slow),
-        pytest.param("predict", "kill", marks=pytest.mark.slow),
     ],
 )
 def test_where_one_process_fails_outside_of_a_run_all_end_and_it_is_named(tmp_path: Path, function: str, act) -> None:
@@ -170,7 +164,6 @@ def test_an_error_on_all_processes_outside_of_a_run_can_be_caught(tmp_path: Path
     assert not any(fork.poll() for fork in forks)
 
 
-@pytest.mark.slow
 def test_a_process_that_others_wait_for_outside_of_a_run_is_named(tmp_path: Path) -> None:
     script = SCRIPTS / "one_fails_alone.py"
     forks, printed = run_together(script, "predict", "wait", str(tmp_path), processes=2)

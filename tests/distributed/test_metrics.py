@@ -11,7 +11,7 @@ from tests.distributed.scripts.metrics import LENGTHS
 from tests.distributed.scripts.sample_indices import BAD, SAMPLES
 from tests.launching import SCRIPTS, launch
 
-SEVERAL = (2, 3)
+SEVERAL = (3,)
 
 
 @pytest.fixture(scope="module")
@@ -94,10 +94,9 @@ def test_a_metric_that_fails_on_one_process_fails_on_all(answers, processes):
     assert found == [f"computed by process {processes - 1}"] * processes
 
 
-@pytest.mark.parametrize("processes", [1, *SEVERAL])
-def test_a_step_knows_the_place_of_each_sample_in_the_data(tmp_path, processes: int) -> None:
+def test_a_step_knows_the_place_of_each_sample_in_the_data(tmp_path) -> None:
     path = tmp_path / "result.json"
-    launch(SCRIPTS / "sample_indices.py", str(path), str(tmp_path), processes=processes, result=path)
+    launch(SCRIPTS / "sample_indices.py", str(path), str(tmp_path), processes=3, result=path)
     answers = json.loads(path.read_text())
     assert answers.pop("stream") == "none"
     indices = set(range(SAMPLES))

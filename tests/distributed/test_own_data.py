@@ -6,10 +6,7 @@ import json
 import re
 from pathlib import Path
 
-import pytest
-
 from tests.launching import SCRIPTS, launch, run_together
-
 
 PROCESSES = 2
 

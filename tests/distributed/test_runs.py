@@ -1,4 +1,4 @@
-"""Whole runs on 1, 2 and 3 processes: the same results, files written once, and errors that reach everybody."""
+"""Whole runs on 1 and 3 processes: the same results, files written once, and errors that reach everybody."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.distributed.scripts import runs
 from tests.launching import SCRIPTS, launch
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda r: f"{r}-processes")
 def outcome(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, dict[str, Any], Path]:
@@ -81,7 +81,7 @@ def test_a_save_that_fails_on_the_main_process_stops_every_process(outcome) -> N
 def test_gradients_are_reduced_once_an_update(outcome) -> None:
     processes, results, _ = outcome
     reductions, updates = results["reductions"]
-    assert updates == {1: 6, 2: 4, 3: 2}[processes]
+    assert updates == {1: 6, 3: 2}[processes]
     assert reductions == updates or processes == 1  # where there is nobody to reduce with
 
 

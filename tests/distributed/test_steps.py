@@ -13,7 +13,7 @@ from tests.launching import SCRIPTS, launch
 from tests.toys import make_points
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda r: f"{r}-processes")
 def every(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("steps")
     path = folder / "result.json"

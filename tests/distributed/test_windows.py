@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,29 +15,18 @@ from tests.distributed.scripts import windows
 from tests.launching import SCRIPTS, launch
 
 CASES = {case.name: case for case in windows.make_cases()}
-SPLIT = {case.name: case for case in windows.make_split_cases()}
-SHARDED = {case.name: case for case in windows.make_sharded_cases()}
 
 
-@pytest.fixture(scope="module", params=["fsdp-2", pytest.param("fsdp-4", marks=pytest.mark.slow), "hsdp-4"])
-def sharded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("windows") / "result.json"
-    launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module", params=[pytest.param("tp-2", marks=pytest.mark.slow), "tpfsdp-4"])
-def split(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("windows") / "result.json"
-    launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
-    return json.loads(path.read_text())
-
-
-@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow), 3], ids=lambda r: f"{r}-processes")
+@pytest.fixture(scope="module", params=[1, 3], ids=lambda r: f"{r}-processes")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    path = tmp_path_factory.mktemp("windows") / "result.json"
-    launch(SCRIPTS / "windows.py", str(path), processes=request.param, result=path, timeout_s=240)
-    return json.loads(path.read_text())
+    return run_grid(tmp_path_factory.mktemp("windows"), request.param)
+
+
+def run_grid(folder: Path, processes: int | str) -> dict[str, Any]:
+    path = folder / "result.json"
+    launch(SCRIPTS / "windows.py", str(path), processes=processes, result=path, timeout_s=240)
+    outcomes: dict[str, Any] = json.loads(path.read_text())
+    return outcomes
 
 
 def windows_of(case: Any, processes: int) -> list[list[int]]:
@@ -87,37 +77,25 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
     check(CASES[name], results[name])
 
 
-@pytest.mark.parametrize("name", SHARDED)
-def test_every_update_of_a_sharded_model_equals_that_of_one_big_batch(name: str, sharded: dict[str, Any]) -> None:
-    check(SHARDED[name], sharded[name])
-    check_counts(SHARDED[name], sharded[name])
-
-
-@pytest.mark.parametrize("name", SPLIT)
-def test_every_update_of_a_split_model_equals_that_of_one_big_batch(name: str, split: dict[str, Any]) -> None:
-    check(SPLIT[name], split[name])
-    check_counts(SPLIT[name], split[name])
+@pytest.mark.parametrize("way", ["fsdp-2", "hsdp-4", pytest.param("tp-2", marks=pytest.mark.slow), "tpfsdp-4"])
+def test_every_update_of_a_sharded_or_split_model_equals_that_of_one_big_batch(way: str, tmp_path: Path) -> None:
+    results = run_grid(tmp_path, way)
+    cases = windows.make_sharded_cases() if way == "fsdp-2" else windows.make_cases_of_mesh(is_split=way != "hsdp-4")
+    assert results.keys() == {case.name for case in cases}
+    for case in cases:
+        check(case, results[case.name])
 
 
 def check(case: windows.Case, result: dict[str, Any]) -> None:
-    """Compare a run with plain torch."""
+    """Compare a run with plain torch, and its counters with what its samples give."""
     expected = reference(case, result["processes"])
-    assert result["processes_agree"]
+    assert result["processes_agree"], case.name
     assert len(result["gradients"]) == len(expected["gradients"]) == result["state"]["global_step"]
     for got, gradient in zip(result["gradients"], expected["gradients"], strict=True):
-        assert (torch.tensor(got) - gradient).norm() / gradient.norm() <= 1e-6
-    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-    assert result["learning_rates"] == expected["learning_rates"]
+        assert (torch.tensor(got) - gradient).norm() / gradient.norm() <= 1e-6, case.name
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6), case.name
+    assert result["learning_rates"] == expected["learning_rates"], case.name
     assert (torch.tensor(result["weights"]) - expected["weights"]).norm() / expected["weights"].norm() <= 1e-6
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_counts_do_not_depend_on_the_launch(name: str, results: dict[str, Any]) -> None:
-    check_counts(CASES[name], results[name])
-
-
-def check_counts(case: windows.Case, result: dict[str, Any]) -> None:
-    """Compare the counters of a run with what its samples give."""
     state = result["state"]
     num_trained = sum(map(len, windows_of(case, result["processes"])))
     assert state["samples_seen"] == num_trained * case.epochs

@@ -18,7 +18,7 @@ from tests.unit.test_addons_generation import ROWS, make_module, read_tables, tr
 def main(result: Path, folder: Path, batch_size: int) -> None:
     os.chdir(folder)
     settings = {"evaluate_every_n_steps": 1}
-    trainer = train(make_module(), ROWS * 2, ROWS[:7], metrics="rouge", batch_size=[batch_size, 2], settings=settings)
+    trainer = train(make_module(), ROWS, ROWS[:7], metrics="rouge", batch_size=[batch_size, 2], settings=settings)
     if is_main_process():
         found = {"tables": read_tables(), "rouge": trainer.state.metrics["rouge"]}
         result.write_text(json.dumps(found))

@@ -11,9 +11,11 @@ import sys
 import time
 from pathlib import Path
 
+from accmt.failures import watch
 from tests.toys import Linear, make_points, make_trainer
 
-WAITS_S = 40.0  # longer than what is said of a long wait takes
+watch._NOTED_S, watch._WARNED_S = 1.0, 5.0
+WAITS_S = 10.0  # longer than what is said of a long wait takes
 
 
 class Failing(Linear):

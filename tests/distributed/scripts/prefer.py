@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,21 +18,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import tests.many_runs  # noqa: F401
 from accmt import PreferenceModule, RewardModule, Trainer
-from accmt.processes import is_main_process
+from accmt.processes import is_main_process, num_processes
 from accmt.sharded_tensors import make_whole
 from tests import conversations
 from tests.conversations import make_tokenizer
 from tests.resume.unbroken import InterruptAt, InterruptionError
 from tests.splitting import is_split, num_data_processes
 
-BATCH, BATCH_OF_KTO, STOP = 4, 8, 5
+BATCH, BATCH_OF_KTO, STOP = 4, 8, 4
 WORDS = ["the", "rain", "window", "price", "don't", "e.g.", "yes"]
 
 
 def make_rows(loss: str) -> list[dict[str, Any]]:
-    """Thirteen rows, so that the last step of an epoch has one; and one that is not trained."""
+    """Nine rows, so that the last step of an epoch has one; and one that is not trained."""
     rows: list[dict[str, Any]] = []
-    for index in range(13):
+    for index in range(9):
         asked = [{"role": "user", "content": " ".join(WORDS[: 1 + index % 5])}]
         answers = [f"{WORDS[index % 7]} " * (1 + index % 4), f"{WORDS[(index + 3) % 7]} " * (1 + index % 3) + "no"]
         chosen, rejected = ([{"role": "assistant", "content": answer}] for answer in answers)
@@ -93,8 +94,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "packed": {"loss": "dpo", "lora": False, "budget": False, "packing": True},
     "lora": {"loss": "dpo", "lora": True, "budget": False},
     "kto": {"loss": "kto", "lora": False, "budget": False},
-    "kto, accumulation of 2": {"loss": "kto", "lora": False, "budget": False, "accumulation": 2},
-    "kto, accumulation of 4": {"loss": "kto", "lora": False, "budget": False, "accumulation": 4},
+    "kto, accumulated": {"loss": "kto", "lora": False, "budget": False, "accumulation": 4},
     "kto, budget": {"loss": "kto", "lora": False, "budget": True},
     "kto, packed": {"loss": "kto", "lora": False, "budget": False, "packing": True},
     "reward": {"loss": "reward", "lora": False, "budget": False},
@@ -103,20 +103,21 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 RESUMED = ("whole, budget", "lora")
-SPLIT = ("whole", "whole, budget", "kto, accumulation of 2")  # with tensor parallelism
+SHARDED = ("whole, budget", "lora", "kto, accumulated", "kto, budget", "reward, packed")
+SPLIT = ("whole", "whole, budget", "kto, accumulated")  # with tensor parallelism
 
 
 def main(result: str, folder: str) -> None:
     found = {}
-    for name, kind in KINDS.items():
-        if is_split() and name not in SPLIT:
-            continue
+    is_sharded = "ACCELERATE_USE_FSDP" in os.environ
+    for name in SPLIT if is_split() else SHARDED if is_sharded else KINDS:
+        kind = KINDS[name]
         before = weights_of(make_module(kind["loss"], lora=kind["lora"]))
         own = Path(folder) / name
         module, trainer = train(own / "whole", **kind)
         whole = weights_of(module)
         resumed = whole
-        if name in RESUMED:
+        if name in RESUMED and num_processes() > 1:
             train(own / "parts", **kind, callbacks=InterruptAt(STOP))
             resumed = weights_of(train(own / "parts", **kind, resume=True)[0])
         found[name] = {

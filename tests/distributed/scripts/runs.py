@@ -29,7 +29,7 @@ from accmt import (
 )
 from accmt.processes import gather_objects, is_main_process, process_index
 
-VALIDATION_SIZES = (1, 4, 7, 8, 9, 17)
+VALIDATION_SIZES = (1, 7, 8, 17)
 
 
 def make_points(count: int, seed: int = 0) -> TensorDataset:

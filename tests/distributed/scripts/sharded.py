@@ -310,7 +310,7 @@ def generated(folder: Path) -> Any:
 
 
 def compiled(folder: Path) -> Any:
-    module = Texts()
+    module = Texts(make_llama(num_hidden_layers=1))
     outcome = fit(module, folder, compile={"backend": "eager"}, model_saving="last")
     names = run_on_main_process(
         lambda: sorted(AutoModelForCausalLM.from_pretrained(folder / "model" / "last").state_dict())
@@ -330,18 +330,21 @@ class Graphs(Callback):
 
 def by_inductor(folder: Path) -> Any:
     """Compile with the default backend, continue an interrupted run, and count graphs from epoch to epoch."""
+    make = partial(make_llama, num_hidden_layers=1)
+    plain_outcome = fit(Texts(make()), folder / "plain")
     graphs, settings = Graphs(), {"compile": True, "checkpoint_every": "step"}
-    module = Texts()
+    module = Texts(make())
     outcome = fit(module, folder / "whole", [graphs], **settings)
-    part = Texts()
+    part = Texts(make())
     try:
         fit(part, folder / "part", [StopAt(2)], resume="auto", **settings)
     except InterruptedError:
-        part = Texts()
+        part = Texts(make())
         fit(part, folder / "part", resume="auto", **settings)
     # An epoch has two steps, of two sizes, and an evaluation after them. All is compiled when the second one begins.
     is_steady = 0 < graphs.numbers[2] == graphs.numbers[3]
-    return {**outcome, "is_steady": is_steady, "is_same": weights_of(part) == weights_of(module)}
+    is_same = weights_of(part) == weights_of(module)
+    return {"plain": plain_outcome, "compiled": outcome, "is_steady": is_steady, "is_same": is_same}
 
 
 class CallsPart(Texts):

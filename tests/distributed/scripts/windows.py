@@ -69,10 +69,11 @@ def make_sharded_cases() -> list[Case]:
     return [*cases, Case(29, 2, micro=3), Case(29, 2, weighted=True, clip=CLIP), Case(29, 1, clip=CLIP)]
 
 
-def make_split_cases() -> list[Case]:
-    """Return those that models split by tensor parallelism are trained on."""
+def make_cases_of_mesh(*, is_split: bool) -> list[Case]:
+    """Return those of groups of groups: tensor parallelism, which has no data of each process, or hybrid sharding."""
     cases = [Case(1, 1), Case(3, 2, weighted=True), Case(29, 4, weighted=True), Case(29, 2, micro=3)]
     cases += [Case(29, 2, w, data) for w, data in ((True, "stream"), (False, "dropping"), (True, "adding"))]
+    cases += [] if is_split else [Case(29, 2, w, "unshared") for w in (False, True)]
     return [*cases, Case(29, 2, weighted=True, max_tokens=9), Case(29, 1, clip=CLIP)]
 
 
@@ -270,8 +271,8 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
 def main() -> None:
     """Run the grid and write the results."""
     cases = make_sharded_cases() if "ACCELERATE_USE_FSDP" in os.environ else make_cases()
-    if is_split():
-        cases = make_split_cases()
+    if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ:
+        cases = make_cases_of_mesh(is_split=is_split())
     with tempfile.TemporaryDirectory() as folder:
         results = {case.name: run_case(case, Path(folder) / str(i)) for i, case in enumerate(cases)}
     if is_main_process():
