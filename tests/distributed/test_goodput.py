@@ -21,6 +21,6 @@ def test_a_delay_names_its_process_and_what_it_did_and_both_save_after_the_same_
     assert seconds > 0
     first, second = found["steps"]
     assert first == second
-    assert len(first) >= 2  # a delay of 2.4 s in all, and the end of the run
+    assert len(first) >= 2  # a delay of 1.8 s in all, and the end of the run
     rows = [json.loads(line) for line in (tmp_path / "logs/model/run/history.jsonl").read_text().splitlines()]
     assert {row["values"]["slowest_process"] for row in rows if "values" in row} >= {1.0}

@@ -21,7 +21,7 @@ from tests.distributed.hosts import (
     torchrun,
     two_hosts,
 )
-from tests.launching import SCRIPTS
+from tests.launching import SCRIPTS, launch
 
 pytestmark = [pytest.mark.slow]
 
@@ -73,11 +73,12 @@ def require_same_bits(folder: Path, expected: dict[str, torch.Tensor]) -> None:
 
 
 @pytest.fixture(scope="module")
-def unbroken(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """Weights of a run without an interruption, begun by `accelerate launch`."""
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """Weights of a run without an interruption, of two processes on one host."""
     folder = tmp_path_factory.mktemp("unbroken")
-    finish(start(hosts, accelerate_launch, folder, 0, "no"))
-    return weights(folder)
+    model = folder / "model" / "model.safetensors"
+    launch(SCRIPT, str(folder), "0", "no", processes=2, result=model)
+    return load_file(model)
 
 
 def test_a_cut_link_ends_both_hosts_and_the_run_goes_on_to_the_same_bits(
@@ -107,7 +108,7 @@ def test_a_killed_host_ends_the_other_and_the_run_goes_on_to_the_same_bits(
     running[0].kill()  # with the store through which they found one another
     (tmp_path / "go").touch()
     assert running[1].wait(LIMIT_S) != 0
-    finish(start(hosts, torchrun, tmp_path, HELD, "auto"))
+    finish(start(hosts, accelerate_launch, tmp_path, HELD, "auto"))
     require_same_bits(tmp_path, unbroken)
 
 

@@ -13,10 +13,8 @@ import torch
 from accmt.cli.main import main
 from tests.launching import ENGINES, SCRIPTS, python, torchrun
 
-STEPS = {1: 20, 2: 10, "fsdp-2": 10}
 
-
-def train(folder: Path, processes: int | str = 1, mode: str = "") -> Path:
+def train(folder: Path, processes: int = 1, mode: str = "") -> Path:
     script = Path(shutil.copy(SCRIPTS / "replayed_run.py", folder / "program.py"))
     if processes == 1:  # a real start: forks would record the command of the process that forks
         assert python(script, folder, mode).returncode == 0
@@ -29,29 +27,20 @@ def content_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-SLOW = pytest.mark.slow  # those that others stand for
-
-
-@pytest.mark.parametrize(
-    ("processes", "mode"),
-    [(1, ""), pytest.param(1, "tokens", marks=SLOW), pytest.param(2, "bf16", marks=SLOW), ("fsdp-2", "")],
-)
-def test_a_replayed_step_is_identical_and_nothing_changes(
-    processes: int | str,
-    mode: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.slow
+@pytest.mark.parametrize(("engine", "mode"), [("ddp", "bf16"), ("fsdp", "")])
+def test_a_replayed_step_of_two_processes_is_identical_and_nothing_changes(
+    engine: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:  # of the launch only: a replay reads it from the ledger
-        for name, value in ENGINES["fsdp"].items() if processes == "fsdp-2" else ():
+        for name, value in ENGINES[engine].items():
             patch.setenv(name, value)
-        run = train(tmp_path, processes, mode)
+        run = train(tmp_path, 2, mode)
     before = content_of(tmp_path)
-    last = STEPS[processes]
-    assert main(["replay", str(run), "--step", str(last)]) == 0
+    assert main(["replay", str(run), "--step", "10"]) == 0
     printed = capsys.readouterr().out
     assert "bit-for-bit identical" in printed
-    assert f"of {4 if processes == 1 else 8} samples" in printed
+    assert "of 8 samples" in printed
     assert "cannot be separated" not in printed
     assert content_of(tmp_path) == before
 
@@ -69,12 +58,18 @@ def look(trainer):
 """
 
 
-def test_a_probe_an_export_and_a_step_without_samples_in_a_project_that_was_moved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process, which is no longer where it was; tests copy it."""
+    folder = tmp_path_factory.mktemp("before")
+    train(folder)
+    return folder.rename(folder.with_name("project"))
+
+
+def test_a_replay_is_identical_with_probe_and_export_and_leaves_samples_out_in_a_project_that_was_moved(
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "before").mkdir()
-    train(tmp_path / "before")
-    moved = (tmp_path / "before").rename(tmp_path / "after")
+    moved = shutil.copytree(project, tmp_path / "moved")
     run = moved / "logs" / "model" / "run"
     (tmp_path / "probe.py").write_text(PROBE)
     before = content_of(moved)
@@ -83,6 +78,8 @@ def test_a_probe_an_export_and_a_step_without_samples_in_a_project_that_was_move
     assert main([*command, "--probe", "probe.py:look", "--export", "step.pt", "--top", "2"]) == 0
     printed = capsys.readouterr().out
     assert "replayed from the checkpoint of step-" in printed
+    assert "bit-for-bit identical" in printed
+    assert "of 4 samples" in printed
     assert "looked at 19 True" in printed
     assert "looked at 20 True" in printed
     assert "looked at 18" not in printed
@@ -108,10 +105,10 @@ def test_a_probe_an_export_and_a_step_without_samples_in_a_project_that_was_move
 
 
 def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    project: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(tmp_path)
-    program = tmp_path / "program.py"
+    moved = shutil.copytree(project, tmp_path / "moved")
+    run, program = moved / "logs" / "model" / "run", moved / "program.py"
     original = program.read_text()
     program.write_text(original.replace("torch.randn(40", "torch.randn(44"))
     assert main(["replay", str(run), "--step", "20"]) == 2

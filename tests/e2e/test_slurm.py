@@ -54,7 +54,7 @@ def cluster(tmp_path: Path) -> dict[str, str]:
 
 
 def start(env: dict[str, str], output: str, log: Path) -> subprocess.Popen[str]:
-    command = ["bash", str(SCRIPT), "--epochs", "4", "--output", output]
+    command = ["bash", str(SCRIPT), "--epochs", "3", "--output", output]
     with log.open("a") as file:  # as --open-mode=append
         return subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, text=True)
 
@@ -67,7 +67,7 @@ def wait_for(text: str, log: Path, timeout_s: float = 120) -> None:
 
 
 def weights_in(log: Path) -> str:
-    found = re.search(r"finished  116 updates, weights (\w+)", log.read_text())
+    found = re.search(r"finished  87 updates, weights (\w+)", log.read_text())
     assert found, log.read_text()[-3000:]
     return found[1]
 

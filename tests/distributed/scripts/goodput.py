@@ -32,7 +32,7 @@ class Points(Dataset[torch.Tensor]):
         return torch.full((3,), float(index))
 
     def __len__(self) -> int:
-        return 160
+        return 120
 
 
 class Slow(AcceleratorModule):

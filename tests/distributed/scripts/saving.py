@@ -266,9 +266,7 @@ def main() -> None:
     if command == "load":
         Path(result).write_text(json.dumps({folder: load(Path(folder)) for folder in folders}))
         return
-    saved = {"trained": train}
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        saved["sharded"] = shard
+    saved = {"trained": train, "sharded": shard}
     for name, save in saved.items():
         expected = save(Path(folders[0]) / name)
         if is_main_process():
