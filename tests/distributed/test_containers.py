@@ -65,6 +65,12 @@ def test_buffers_of_parts_are_those_of_the_main_process(results) -> None:
     assert all(weights == every[0] for weights in every)
 
 
+def test_frozen_weights_that_are_made_of_other_tensors_are_those_of_the_main_process(results) -> None:
+    main, *others = results["around quantized"]
+    assert all(other == main for other in others)
+    assert main["ignored"] is None
+
+
 def test_a_step_around_the_wrapper_is_refused(results) -> None:
     assert len(results["refusals"]) == 2
     for text in results["refusals"]:

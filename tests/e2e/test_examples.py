@@ -66,19 +66,14 @@ def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.Com
 
 
 @pytest.mark.slow
-def test_two_runs_of_the_digits_with_one_seed_give_equal_weights(tmp_path: Path):
-    runs = [run_script(DIGITS, "--output", tmp_path / name, "--seed", "3") for name in ("a", "b")]
-    assert [run.returncode for run in runs] == [0, 0], runs[0].stderr
-    assert "best accuracy" in runs[0].stdout
-    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("a", "b"))
+def test_the_digits_have_equal_weights_under_accelerate_launch_and_run_on_two_processes(tmp_path: Path):
+    launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"), "--seed", "3")
+    assert launched.returncode == 0, launched.stderr
+    alone = run_script(DIGITS, "--output", tmp_path / "alone", "--seed", "3")
+    assert alone.returncode == 0, alone.stderr
+    first, second = (load_file(tmp_path / name / "model.safetensors") for name in ("launched", "alone"))
     assert first.keys() == second.keys()
     assert all(first[name].equal(second[name]) for name in first)
-
-
-@pytest.mark.slow
-def test_the_digits_run_under_accelerate_launch_and_on_two_processes(tmp_path: Path):
-    launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"))
-    assert launched.returncode == 0, launched.stderr
     printed = torchrun(DIGITS, "--output", str(tmp_path / "two"), processes=2)
     for text in (launched.stdout, printed):
         accuracy = float(text.split("best accuracy")[1].split("%")[0])

@@ -20,9 +20,12 @@ from torch.utils.data import TensorDataset
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, ExtendedAcceleratorModule, Trainer
 from accmt.errors import AccmtError
-from accmt.processes import gather_objects, is_main_process, num_processes
+from accmt.processes import gather_objects, is_main_process, num_processes, process_index
+from tests.low_bit import Rounded
 
 BATCH_SIZE, EPOCHS = 2, 2
+QUIET = {"model_saving": None, "shuffle_train": False, "verbose": False, "seed": 1}
+IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 def make_points(samples: int) -> TensorDataset:
@@ -151,6 +154,38 @@ class Normalized(Module):
         self.model["body"].append(nn.BatchNorm1d(4))
 
 
+class Quantized(nn.Module):
+    """A layer behind a frozen one whose weight is made of other tensors, and is another one on each process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(process_index())
+        self.frozen = nn.Parameter(Rounded.of(torch.randn(3, 3)), requires_grad=False)
+        self.trained = nn.Linear(3, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.frozen
+        outputs: torch.Tensor = self.trained(inputs @ weight.dequantize())
+        return outputs
+
+
+class AroundQuantized(AcceleratorModule):
+    def __init__(self) -> None:
+        self.model = Quantized()
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return mse_loss(self.model(batch[0]), batch[1])
+
+
+def train_around_quantized(folder: Path) -> list[Any]:
+    module = AroundQuantized()
+    trainer = Trainer({"epochs": 2, "batch_size": 2, "optim": "AdamW"}, folder / "model", logging_dir=folder, **QUIET)
+    trainer.fit(module, make_points(12))
+    weight = module.model.frozen
+    facts = {"codes": weight.codes.tolist(), "scale": weight.scale.item(), "ignored": vars(module.model).get(IGNORED)}
+    return gather_objects({**facts, "trained": module.model.trained.weight.tolist()})
+
+
 class AroundTheWrapper(ExtendedAcceleratorModule):
     def __init__(self) -> None:
         self.model = make_sequence()
@@ -165,7 +200,8 @@ def train(module: Any, folder: Path, case: Case) -> list[Any]:
         {"epochs": EPOCHS, "batch_size": BATCH_SIZE, "optim": {"type": case.optimizer, "lr": 0.1}},
         folder / "model",
         grad_accumulation_steps=None if isinstance(module, ExtendedAcceleratorModule) else case.accumulation,
-        **{"model_saving": None, "shuffle_train": False, "verbose": False, "logging_dir": folder, "seed": 1},
+        logging_dir=folder,
+        **QUIET,
         **case.settings,
     )
     trainer.fit(module, make_points(case.samples))
@@ -185,6 +221,7 @@ def main(result: str, folder: str) -> None:
     results: dict[str, Any] = {name: train(Module(case), place / name, case) for name, case in CASES.items()}
     results["adversarial"] = train(Adversarial(), place / "gan", Case(Parts, mse_loss, samples=12 * num_processes()))
     results["normalized"] = train(Normalized(), place / "norm", Case(Parts, mse_loss, samples=12))
+    results["around quantized"] = train_around_quantized(place / "quantized")
     by_parts = Case(make_sequence, lambda model, batch: mse_loss(model[2](model[1](model[0](batch[0]))), batch[1]))
     results["refusals"] = [refusal(Module(by_parts), place / "parts"), refusal(AroundTheWrapper(), place / "around")]
     results["static"] = refusal(
