@@ -14,7 +14,7 @@ import torch
 from accmt import AcceleratorModule
 from accmt.addons.quantized_layers import try_quantized_layers
 from accmt.engine.quantized import reject_sharding_quantized_weights
-from accmt.errors import HyperParameterError, ModuleContractError
+from accmt.errors import ModuleContractError
 from tests.quantized import test_matrix as matrix
 from tests.quantized.test_matrix import OPTIMIZERS, fit, trained_weights
 from tests.resume.unbroken import InterruptAt
@@ -88,8 +88,3 @@ def test_the_trial_of_quantized_layers_leaves_random_numbers_and_modes_alone(bas
     assert torch.equal(torch.get_rng_state(), generator)
     assert [part.training for part in module.model.modules()] == modes
     assert all(weight.grad is None for weight in module.model.parameters())
-
-
-def test_a_quantization_that_these_weights_cannot_have_is_said_with_its_place(base: Path) -> None:
-    with pytest.raises(HyperParameterError, match=r"hps_config model\.quantization\n  got: "):
-        make(base, {"type": "torchao:Int4WeightOnlyConfig", "group_size": 32}, lora={"targets": ["q_proj"]})

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +134,3 @@ def test_streams_whose_order_depends_on_the_launch_are_refused(kind: str):
         with pytest.raises(DataError) as raised:
             train("run", one)
         assert f"accmt.read_files({folder!r})" in str(raised.value)
-
-
-def test_litdata_asks_no_package_index():
-    folder = write("litdata", Path.cwd())
-    read_files(folder)[0]
-    assert "LITDATA_DISABLE_VERSION_CHECK" not in os.environ
-    shutil.rmtree(folder)

@@ -17,10 +17,8 @@ import numpy as np
 import pytest
 from accelerate.state import PartialState
 
-import accmt
 from accmt.addons.sync import sync_run
 from accmt.addons.trackers.delivery_state import DeliveryFile
-from accmt.addons.trackers.spec import resolve_trackers
 from accmt.errors import TrackerError
 from accmt.tracking import Tracking, read_history
 from tests.toys import Linear, make_points, make_trainer
@@ -141,11 +139,6 @@ class TrackerContract:
     @pytest.fixture(autouse=True)
     def _one_process(self) -> None:
         PartialState(cpu=True)
-
-    def test_it_is_found_by_class_instance_name_and_list(self):
-        for log_with in (self.kind, self.kind(), self.kind.name, [self.kind], getattr(accmt, self.kind.__name__)):
-            (spec,) = resolve_trackers(log_with)
-            assert type(spec) is self.kind
 
     def test_a_fit_logs_every_update_and_the_hyper_parameters(self, tmp_path):
         trainer = make_trainer(

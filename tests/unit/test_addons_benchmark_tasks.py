@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 
 from accmt import Trainer
 from accmt.addons.benchmark_tasks import read_tasks
-from accmt.errors import HyperParameterError, MissingPackageError
+from accmt.errors import HyperParameterError
 from tests.raising import raises_at
 
 HPS = {"epochs": 1, "batch_size": 2, "optim": {"type": "SGD", "lr": 0.1}}
@@ -54,9 +53,3 @@ def test_how_often_tasks_run_is_a_number_of_evaluations_or_the_end(every: Any, n
 def test_mistakes_in_the_section(tasks: Any, key: str, got: str) -> None:
     with raises_at(HyperParameterError, f"hps_config evaluation.tasks{key}", got):
         Trainer({**HPS, "evaluation": {"tasks": tasks}}, "model")
-
-
-@pytest.mark.skipif(find_spec("lm_eval") is not None, reason="the harness is installed")
-def test_without_the_harness_the_message_names_what_to_install() -> None:
-    with raises_at(MissingPackageError, "evaluation.tasks", do="accmt-trainer[tasks]"):
-        Trainer({**HPS, "evaluation": {"tasks": ["hellaswag"]}}, "model")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accmt import ArgumentError, BestModels, ModuleContractError
+from accmt import ArgumentError, BestModels
 from accmt.saving import read_status
 from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
@@ -89,17 +89,6 @@ def test_which_way_is_better_can_be_said_and_another_folder_be_named(tmp_path):
     best = BestModels(top_k=1, mode="max", folder=tmp_path / "kept")
     train([0.5, 0.75, 0.25], best)
     assert steps_in(tmp_path / "kept") == [2]
-
-
-@pytest.mark.parametrize("arguments", [{"top_k": 0}, {"top_k": True}, {"mode": "best"}])
-def test_what_makes_no_sense_is_refused(arguments):
-    with raises_at(ArgumentError, f"BestModels({next(iter(arguments))}=...)"):
-        BestModels(**arguments)
-
-
-def test_a_result_that_is_not_there_is_named():
-    with raises_at(ModuleContractError, "BestModels(monitor=...)"):
-        train([0.5], BestModels("accuracy"))
 
 
 def test_a_result_of_which_nobody_knows_what_is_better_is_refused():

@@ -4,7 +4,7 @@ import pytest
 
 from accmt import Callback
 from accmt.addons import crash_loop
-from accmt.addons.crash_loop import Start, describe_crash_loop, forget_starts, record_failure, record_start
+from accmt.addons.crash_loop import Start, describe_crash_loop, record_failure, record_start
 from accmt.errors import Preempted
 from tests.toys import Linear, make_points, make_trainer
 
@@ -51,34 +51,10 @@ def test_a_process_that_noted_no_start_notes_no_failure(tmp_path, as_process):
     assert record_start(tmp_path, 0) == [Start("first", 0)]
 
 
-def test_a_process_is_named_by_more_than_its_number(tmp_path):
-    record_start(tmp_path, 0)
-    (entry,) = json.loads((tmp_path / "starts.json").read_text())["starts"]
-    number, created = entry["process"].split("-")
-    assert int(number) > 0
-    assert float(created) > 1e9
-
-
-def test_what_is_forgotten_is_gone(tmp_path, as_process):
-    as_process("first")
-    record_start(tmp_path, 0)
-    forget_starts(tmp_path)
-    forget_starts(tmp_path)
-    as_process("second")
-    assert record_start(tmp_path, 0) == []
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": [{"x": 1}]}', '{"starts": 3}'])
 def test_a_damaged_file_is_begun_anew(tmp_path, text):
     (tmp_path / "starts.json").write_text(text)
     assert record_start(tmp_path, 0) == []
-
-
-def test_the_file_stays_small(tmp_path, as_process):
-    for number in range(50):
-        as_process(str(number))
-        record_start(tmp_path, number)
-    assert len(json.loads((tmp_path / "starts.json").read_text())["starts"]) == 20
 
 
 @pytest.mark.parametrize(
@@ -108,10 +84,6 @@ def test_three_kills_before_the_same_checkpoint_are_told(tmp_path, step, ends):
     assert f"the last 3 starts all ended somewhere after step {step}, before the next checkpoint" in text
     assert "killed without an error message" in text
     assert "checkpoint_every" in text
-
-
-def test_further_failures_are_counted(tmp_path):
-    assert "the last 5 starts" in describe(tmp_path, 6, *[(6, 7)] * 5)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from itertools import accumulate
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt import RangeCurriculum, RatioCurriculum, StepsCurriculum
 from accmt.data import Shard, SourceOptions, build_source
@@ -15,7 +15,7 @@ from accmt.data.samplers import Order
 from accmt.errors import DataError
 from tests.raising import raises_at
 from tests.tables import each
-from tests.toys import Numbers
+from tests.toys import Numbers, SizedStream
 
 EASY, HARD, HARDEST = Numbers(range(5)), Numbers(range(100, 107)), Numbers(range(200, 203))
 
@@ -115,32 +115,16 @@ def test_all_processes_change_over_at_the_same_update(count):
     assert all(value < 100 for one in micro_batches[:3] for value in one)
 
 
-class Stream(IterableDataset):
-    """A stream that claims a length."""
-
-    def __iter__(self):
-        return iter([1])
-
-    def __len__(self):
-        return 1
-
-
 @each("kind", [StepsCurriculum, RatioCurriculum, RangeCurriculum])
 @each(
     ("stages", "got"),
     [
         ([], "no stages"),
         ([EASY], "stage 1 is a Numbers"),
-        ([(1, EASY, {})], "stage 1 is a tuple"),
-        ([(1, Stream())], "stage 1 has a Stream"),
+        ([(1, SizedStream(1))], "stage 1 has a SizedStream"),
         ([(1, DataLoader(EASY))], "stage 1 has a DataLoader"),
-        ([(1, EASY), (1, None)], "stage 2 has None"),
-        ((1, EASY), "stage 1 is a int"),
-        ([{1: EASY}], "stage 1 is a dict"),
         ({1: EASY}, "an object of type dict"),
         (EASY, "an object of type Numbers"),
-        (None, "an object of type NoneType"),
-        ("easy", "an object of type str"),
         ([(1, Numbers(0))], "stage 1 has an empty Numbers"),
     ],
 )
@@ -153,21 +137,15 @@ def test_what_is_no_stage_is_rejected(kind, stages, got):
     ("kind", "lengths", "got"),
     [
         (StepsCurriculum, [0], "stage 1 has 0 steps"),
-        (StepsCurriculum, [3, -2], "stage 2 has -2 steps"),
         (StepsCurriculum, [-1, 3], "stage 1 has -1 steps"),
         (StepsCurriculum, [0.5], "stage 1 has 0.5 steps"),
-        (StepsCurriculum, [True], "stage 1 has True steps"),
         (RatioCurriculum, [0.5, 0.4], "ratios that sum to 0.9"),
-        (RatioCurriculum, [0.7, 0.4], "ratios that sum to 1.1"),
         (RatioCurriculum, [0.7, 0.4, -1], "ratios that sum to 1.1"),
         (RatioCurriculum, [30, 70], "stage 1 has the ratio 30"),
-        (RatioCurriculum, [-1, 0.5], "stage 1 has the ratio -1"),
         (RatioCurriculum, [0.0, 1.0], "stage 1 has the ratio 0.0"),
         (RangeCurriculum, [range(1, 3)], "stage 1 has range(1, 3)"),
         (RangeCurriculum, [range(3), range(4, 5)], "stage 2 has range(4, 5)"),
-        (RangeCurriculum, [range(3), range(3, 3)], "stage 2 has range(3, 3)"),
         (RangeCurriculum, [range(0, 6, 2)], "stage 1 has range(0, 6, 2)"),
-        (RangeCurriculum, [(0, 3)], "stage 1 has (0, 3)"),
     ],
 )
 def test_lengths_that_cannot_be_are_rejected(kind, lengths, got):

@@ -269,12 +269,6 @@ def test_mlflow_gets_the_rows_in_the_run_of_the_training(project: Path) -> None:
     assert trainer.state.global_step == 12
 
 
-def test_a_rule_that_does_not_exist_is_an_error_with_the_nearest_one(project: Path) -> None:
-    train("off")
-    with raises_at(ArgumentError, "Trainer(model_saving=...)"):
-        evaluate("off", rule="best_acuracy")
-
-
 def test_after_ctrl_c_the_same_command_continues(project: Path, capsys: pytest.CaptureFixture) -> None:
     train("off")
     seen: list[int] = []
@@ -465,20 +459,6 @@ def test_a_model_of_another_run_is_evaluated_without_a_row(project: Path, capsys
     assert evaluated("off") == []
 
 
-def test_a_resumed_run_consists_of_the_steps_up_to_each_checkpoint_and_those_made_again() -> None:
-    starts = [
-        {"run_id": "before", "attempt": 3, "step": 4, "is_resumed": True},
-        {"run_id": "a", "attempt": 1, "step": 0, "is_resumed": False},
-        {"run_id": "a", "attempt": 2, "step": 8, "is_resumed": True},
-        {"run_id": "a", "attempt": 3, "step": 6, "is_resumed": True},
-    ]
-    lineage = published.Lineage.of(starts)
-    expected = {("before", 3): 0, ("a", 1): 6, ("a", 2): 6, ("a", 3): 99}
-    for (run_id, attempt), last in expected.items():
-        steps = [step for step in range(1, 100) if lineage.has(published.Origin(run_id, attempt, step))]
-        assert max(steps, default=0) == last
-
-
 def test_models_of_steps_that_the_run_makes_again_are_not_evaluated(project: Path) -> None:
     class Stop(Callback):
         def on_update_end(self):
@@ -551,6 +531,7 @@ def wait(process: subprocess.Popen[bytes], folder: Path) -> int:
         raise AssertionError((folder / "output.txt").read_text()) from None
 
 
+@pytest.mark.slow
 def test_the_run_and_the_process_beside_it_survive_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     command = ("-m", "accmt.cli.main", "evaluate", "logs/off/run", "--watch", "--wait", "120s")
@@ -588,21 +569,6 @@ class Save(Callback):
 class Linear"""
 MODELS = PROGRAM.replace("import AcceleratorModule", "import AcceleratorModule, Callback").replace("class Linear", SAVE)
 MODELS = MODELS.replace("**often", "callbacks=Save(), checkpoint_every=None")
-
-
-def test_evaluations_of_models_survive_a_kill_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "program.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    assert wait(start("program.py", "out/off", "never", folder=tmp_path), tmp_path) == 0, read(Path("output.txt"))
-    monkeypatch.setattr(sys, "argv", ["program.py", "out/on", "1 step"])
-    runpy.run_path("program.py")
-    command = ("-m", "accmt.cli.main", "evaluate", "logs/off/run")
-    assert wait(start(*command, folder=tmp_path, KILL_AT_ROW="8"), tmp_path) == -signal.SIGKILL
-    assert wait(start(*command, folder=tmp_path), tmp_path) == 0
-    found = {name: losses(tmp_path / "logs" / name / "run") for name in ("off", "on")}
-    assert found["off"] == [pair for pair in found["on"] if pair[0] in (4, 8, 12, 16)]
-    lines = read(tmp_path / "logs/off/run/evaluations/history.jsonl").splitlines()
-    assert [json.loads(line)["step"] for line in lines if '"val_loss"' in line] == [4, 8, 12, 16]
 
 
 def read(path: Path) -> str:
@@ -704,49 +670,45 @@ def test_a_model_folder_that_cannot_be_evaluated_is_an_error(
     assert got in capsys.readouterr().err
 
 
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the command and the environment of the program that would run in the place of this one."""
+    started: list[Any] = []
+
+    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
+        started.extend((command, environment))
+        raise SystemExit
+
+    monkeypatch.setattr(os, "execvpe", become)
+    return started
+
+
 @pytest.mark.parametrize(
     ("saved_by", "flags"),
     [("run", ()), ("run/evaluations", ()), ("elsewhere", ("--run", "logs/line/run"))],
 )
 def test_a_model_folder_is_evaluated_by_the_program_of_its_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved_by: str, flags: tuple[str, ...]
+    project: Path, started: list[Any], saved_by: str, flags: tuple[str, ...]
 ) -> None:
-    found: list[Any] = []
-
-    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
-        found.append(environment)
-        raise SystemExit
-
-    monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.chdir(tmp_path)
-    run = make_launch(tmp_path)
+    run = make_launch(project)
     make_model(Path("out/line/last"), run_folder=f"../../../logs/line/{saved_by}")
     with pytest.raises(SystemExit):
         main(["evaluate", "out/line/last", *flags])
-    request = json.loads(found[0][REQUEST_VARIABLE])
-    assert (request["run_folder"], request["model"]) == (str(run), str(tmp_path / "out/line/last"))
+    request = json.loads(started[1][REQUEST_VARIABLE])
+    assert (request["run_folder"], request["model"]) == (str(run), str(project / "out/line/last"))
 
 
 @pytest.mark.parametrize(("flags", "is_launched"), [((), True), (("--processes", "1"), False)])
 def test_the_program_runs_on_other_gpus_and_as_many_processes_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], is_launched: bool
+    project: Path, started: list[Any], flags: tuple[str, ...], is_launched: bool
 ) -> None:
-    found: list[Any] = []
-
-    def become(_: str, command: list[str], environment: dict[str, str]) -> None:
-        found.extend((command, environment))
-        raise SystemExit
-
-    monkeypatch.setattr(os, "execvpe", become)
-    monkeypatch.chdir(tmp_path)
-    run = make_launch(tmp_path)
-    with monkeypatch.context() as patch:
+    run = make_launch(project)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_VISIBLE_DEVICES", "7")
         with pytest.raises(SystemExit):
             main(["evaluate", str(run), *flags])
-    command, environment = found
+    command, environment = started
     assert ("torch.distributed.run" in command) == is_launched
     assert command[-1] == "program.py"
     assert (environment["CUDA_VISIBLE_DEVICES"], environment["OMP_NUM_THREADS"]) == ("7", "3")
-    request = json.loads(environment[REQUEST_VARIABLE])
-    assert request["model_path"] == str(tmp_path / "out/line/evaluated")
+    assert json.loads(environment[REQUEST_VARIABLE])["model_path"] == str(project / "out/line/evaluated")

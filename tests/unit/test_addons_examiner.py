@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 from transformers import BatchEncoding
 
 from accmt import AcceleratorModule, ExtendedAcceleratorModule
 from accmt.addons.flight_recorder.examiner import EXAMINED_FILE, Examination, StepReport, rows
-from tests.toys import Linear, logged, make_points, make_trainer
+from tests.toys import Linear, Stream, logged, make_points, make_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -32,14 +31,9 @@ def examine(
     return [StepReport.read(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        yield from zip(*make_points(12).tensors, strict=True)
-
-
 @pytest.mark.parametrize("kind", ["dataset", "stream", "workers"])
 def test_the_gradients_of_samples_add_up_to_that_of_the_step(kind: str) -> None:
-    data: Any = Stream() if kind == "stream" else make_points(12)
+    data: Any = Stream(make_points(12)) if kind == "stream" else make_points(12)
     settings = {"dataloader_num_workers": 1} if kind == "workers" else {}
     module = Linear()
     [report, _] = examine(module, data, {"batch_size": 2, "max_steps": 3}, grad_accumulation_steps=2, **settings)

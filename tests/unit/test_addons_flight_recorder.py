@@ -152,15 +152,6 @@ def test_another_callback_alone_explains_no_difference_but_is_named() -> None:
         trainer_of(resume=True).fit(module, make_points(8))
 
 
-def test_a_ledger_is_closed_where_another_run_continues_at_once() -> None:
-    data = make_points(8)
-    data.tensors[0][3] = torch.nan
-    trainer = trainer_of(failures={"on_nonfinite": "rollback"})
-    trainer.fit(Linear(), data)
-    assert len([line for line in read_ledger(Path(trainer.log_dir) / LEDGER_FILE).lines if "start" in line]) > 1
-    assert not [link for link in Path("/proc/self/fd").iterdir() if LEDGER_FILE in str(link.resolve())]
-
-
 @pytest.mark.parametrize("edit", ["edited", "removed"])
 def test_an_edited_or_removed_line_shows(edit: str) -> None:
     trainer = trainer_of()

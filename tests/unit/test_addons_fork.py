@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from accmt import Callback, Trainer
+from accmt import Trainer
 from accmt.addons.flight_recorder.ledger import read_ledger
 from accmt.addons.fork.beginning import Fork, place_fork
 from accmt.addons.fork.lineage import Origin, family_of, find_forks, find_parent, read_origin
 from accmt.addons.launches import read_launches
 from accmt.checkpoint.retention import list_published
-from accmt.errors import AccmtError, ArgumentError, StepDiffersError
+from accmt.errors import AccmtError, StepDiffersError
 from accmt.tracking import read_history
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
@@ -140,15 +140,6 @@ def test_forks_and_parents_name_each_other_also_when_they_are_moved(parent: Path
     assert trainer.checkpoint_path == project / "checkpoint-model-run-at-3"
     train(project, fork=at(project, 5))
     assert {path: content for path, content in content_of(project).items() if path in before} == before
-
-
-class Stop(Callback):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_update_end(self) -> None:
-        if self.state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("stop", [4, 5, 6])
@@ -275,34 +266,12 @@ def test_what_cannot_be_forked_is_an_error_before_anything_is_written(
     assert content_of(parent) == before
 
 
-@pytest.mark.parametrize(
-    ("fork", "arguments"),
-    [
-        ("logs/model/run", {}),
-        ("logs/model/run@soon", {}),
-        (3, {}),
-        ("s3://bucket/run@3", {}),
-        ("logs/model/run@3", {"resume": "out/checkpoint"}),
-    ],
-)
-def test_a_fork_that_cannot_be_meant_is_an_error_of_the_trainer(fork: Any, arguments: Any) -> None:
-    with raises_at(
-        ArgumentError, f"Trainer({'resume' if arguments else 'fork'}=...)", repr(arguments.get("resume", fork))
-    ):
-        make_trainer(fork=fork, **arguments)
-
-
 def test_what_only_tries_a_training_makes_no_fork(parent: Path) -> None:
     before = content_of(parent)
     trainer = build(parent, fork=at(parent, 5))
     assert trainer.check_resume(Linear(), make_points()) > 0
     build(parent, fork=at(parent, 5), fast_dev_run=True).fit(Linear(), make_points())
     assert content_of(parent) == before
-
-
-def test_no_such_run(tmp_path: Path) -> None:
-    with raises_at(AccmtError, "fork of "):
-        train(tmp_path, fork=f"{tmp_path / 'nowhere'}@3")
 
 
 @pytest.mark.parametrize(

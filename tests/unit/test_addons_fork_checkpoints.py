@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -82,19 +81,6 @@ def test_a_run_continues_from_the_copy_under_its_own_name(
     changed = train(tmp_path, name, {**ADAM, "epochs": 3}, resume=True)
     assert not torch.equal(weights_of(changed)[0], weights_of(module)[0])
     assert content_of(folder) == before
-
-
-def test_the_copy_is_the_newest_in_a_folder_with_others(parent: tuple[Path, Linear], tmp_path: Path) -> None:
-    folder, _ = parent
-    train(tmp_path, "member")
-    own = tmp_path / "checkpoint-member"
-    fork_checkpoint(folder / "checkpoint-parent" / "step-00000003", own, run_name="member")
-    newest = max(
-        (json.loads(path.read_text()) for path in own.glob("step-*/manifest.json")), key=lambda m: m["sequence"]
-    )
-    assert newest["step"] == 3
-    assert newest["info"]["forked_from"]["run_name"] == "parent"
-    assert not [path.name for path in own.iterdir() if path.name.startswith(".")]
 
 
 def test_what_cannot_be_copied_leaves_nothing_behind(parent: tuple[Path, Linear], tmp_path: Path) -> None:

@@ -15,9 +15,7 @@ from torch import nn
 from transformers import BartConfig, BartForConditionalGeneration, LlamaConfig, LlamaForCausalLM
 
 from accmt import AcceleratorModule, SFTModule, Trainer
-from accmt.addons.generation import _MAX_NEW_TOKENS
 from accmt.errors import ArgumentError, HyperParameterError, MetricError
-from accmt.metrics import ExactMatch
 from accmt.tracking.history import read_history
 from accmt.tracking.values import Media
 from tests import conversations
@@ -185,16 +183,12 @@ class Scores(AcceleratorModule):
     ("make", "evaluation", "key", "got"),
     [
         (make_module, {"generate": {"max_new_token": 3}}, ".generate", "`max_new_token`"),
-        (make_module, {"generat": {}}, ".generat", "{}"),
-        (make_module, {"generate": 3}, ".generate", "3 (int)"),
         (make_module, {"generate": True, "table_rows": -1}, ".table_rows", "-1 (int)"),
-        (make_module, "generate", "", "'generate' (str)"),
         (WithoutTokenizer, {"generate": True}, ".generate", "WithoutTokenizer has no tokenizer"),
         (Scores, {"generate": True}, ".generate", "a Linear"),
         (make_module, {"generate": {"max_length": 64}}, ".generate", "max_length: 64"),
         (make_module, {"generate": {"temperature": 0.7}}, ".generate", "`temperature`"),
         (make_module, {"generate": {"max_new_tokens": 0}}, ".generate", "max_new_tokens = 0"),
-        (make_module, {"generate": {"num_beams": "two"}}, ".generate", "num_beams = 'two'"),
         (make_module, {"generate": {"num_return_sequences": 3}}, ".generate", "`num_return_sequences`"),
     ],
 )
@@ -235,21 +229,6 @@ def test_a_function_of_texts_is_a_metric_by_its_name() -> None:
         train(make_module(), metrics=f"{__name__}:make_module")
 
 
-def test_texts_that_are_not_as_many_as_expected_are_an_error() -> None:
-    with raises_at(MetricError, "metric 'exact_match'"):
-        ExactMatch().compute(["a"], ["a", "b"])
-
-
-def test_a_limit_of_none_is_the_default(caplog: pytest.LogCaptureFixture) -> None:
-    train(make_module(), rows=ROWS[:2], val_rows=ROWS[:2], evaluation={"generate": {"max_new_tokens": None}})
-    assert f"cut off before they ended (max_new_tokens={_MAX_NEW_TOKENS})" in caplog.text
-
-
-def test_texts_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:
-    train(make_module())
-    assert "generated texts were cut off before they ended (max_new_tokens=6)" in caplog.text
-
-
 PLAIN = {"epochs": 1, "batch_size": 2, "optim": "SGD"}
 
 
@@ -272,15 +251,3 @@ def test_texts_end_where_the_expected_ones_do_without_training_before(caplog: py
     trainer = Trainer(hps, "model", metrics="exact_match")
     trainer.evaluate(module, [{"messages": TURNS}])
     assert "cut off" not in caplog.text
-
-
-def test_a_string_that_ends_texts_is_no_limit(caplog: pytest.LogCaptureFixture) -> None:
-    word = make_tokenizer(conversations.CHATML)("a", add_special_tokens=False)["input_ids"][0]
-    hps = {**PLAIN, "evaluation": {"generate": {"stop_strings": ["never"]}}}
-    results = Trainer(hps, "model", metrics=f"{__name__}:count_letters").evaluate(make_constant(word), ROWS[:2])
-    assert results["count_letters"] == 2 * 64
-    assert "2 of 2 generated texts were cut off before they ended (max_new_tokens=64)" in caplog.text
-
-
-def count_letters(written: list[str], expected: list[str]) -> int:
-    return sum(map(len, written))

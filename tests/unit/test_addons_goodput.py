@@ -13,17 +13,16 @@ from typing import Any
 import pytest
 import torch
 
-from accmt import ArgumentError, Callback, Monitor, Trainer
+from accmt import Callback, Trainer
 from accmt.addons.goodput import pace, recorder
 from accmt.addons.goodput.pace import Costs, Pacer
-from accmt.addons.goodput.recorder import Meter, find_slowest
+from accmt.addons.goodput.recorder import Meter
 from accmt.addons.goodput.records import GOODPUT_FILE, SECONDS_BETWEEN_LINES, Totals, read_goodput
 from accmt.addons.report import read_run
 from accmt.addons.report.page import build_page
 from accmt.cli.main import main
 from accmt.data import Window
 from tests.launching import run_script
-from tests.raising import raises_at
 from tests.toys import Linear, logged, make_points, make_trainer
 
 HPS = {"epochs": 3, "optim": {"type": "AdamW", "lr": 0.1}}
@@ -249,20 +248,6 @@ def test_rows_have_fractions_of_the_time_if_the_monitor_selects_them() -> None:
     assert sums == pytest.approx([1.0] * 12)
 
 
-def test_without_it_nothing_is_recorded() -> None:
-    trainer = make_trainer(HPS, run_name="run")
-    trainer.fit(Linear(), make_points(8))
-    assert not Path(trainer.log_dir, GOODPUT_FILE).exists()
-
-
-@pytest.mark.parametrize("price", ["cheap", -1, float("nan"), True])
-def test_a_price_that_is_no_number_is_an_error(price: Any) -> None:
-    with raises_at(ArgumentError, "Monitor(price_per_hour=...)"):
-        Monitor(price_per_hour=price)
-    with raises_at(ArgumentError, 'Trainer(monitor={"price_per_hour": ...})'):
-        trainer_of(monitor={"price_per_hour": price})
-
-
 def test_the_command_prints_a_table_whose_parts_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     trainer = trainer_of(monitor={"price_per_hour": 7200})
     trainer.fit(Linear(), make_points(8))
@@ -292,10 +277,6 @@ def test_the_report_shows_it_and_does_without_it() -> None:
     assert "starts: 1, none failed or was killed" in page
     (folder / GOODPUT_FILE).unlink()
     assert "oodput" not in build_page([read_run(folder)]).replace("goodput.", "").split("<h2>Configuration")[0]
-
-
-def test_the_slowest_process_is_the_one_that_the_others_waited_for() -> None:
-    assert find_slowest([(1.0, 2.0), (1.5, 6.0), (3.0, 2.0)]) == (1, (-0.5, 4.0))
 
 
 def test_the_energy_of_the_gpu_is_counted_where_the_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,9 +399,3 @@ def test_no_bit_of_training_depends_on_when_checkpoints_are_written(
     assert "A checkpoint pauses training for" in caplog.text
     for other in weights.values():
         assert all(torch.equal(one, other[name]) for name, one in weights["3 steps"].items())
-
-
-@pytest.mark.parametrize("every", ["0 minutes", "auto 3", "-1 s", "3 autos"])
-def test_a_wrong_time_is_an_error_that_shows_the_forms(every: str) -> None:
-    with raises_at(ArgumentError, "Trainer(checkpoint_every=...)"):
-        trainer_of(checkpoint_every=every)

@@ -120,14 +120,3 @@ def test_a_hub_that_is_down_harms_no_run(hub, route, caplog, monkeypatch):
     assert "the Hub could not be reached for user/points" in caplog.text
     assert (f"hf upload user/points {trainer.settings.model_folder}" in caplog.text) is (route == "commit")
     assert bool(hub.files) is (route == "create")
-
-
-def test_offline_is_told_at_the_start(monkeypatch):
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with raises_at(ArgumentError, "PushToHub('user/points')"):
-        make_trainer(callbacks=PushToHub("user/points")).fit(Linear(), make_points())
-
-
-def test_nothing_is_uploaded_where_nothing_was_saved(hub):
-    train(hub, model_saving=None)
-    assert hub.files == {}

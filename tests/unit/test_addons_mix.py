@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from accmt import AcceleratorModule, Trainer
 from accmt.addons.flight_recorder.examiner import WatchedMaker
-from accmt.addons.mix.order import Interleaving, Stretch, whole_parts
 from accmt.addons.mix.section import read_data_section
 from accmt.addons.mix.sources import Mixture
 from accmt.data import ByCount, Shard, SourceOptions, build_source
@@ -40,17 +39,6 @@ def draw_weights(seed: int) -> list[Fraction]:
     count = rng.randint(1, 8)
     weights = [Fraction(str(round(rng.random() ** rng.choice([1, 4]), rng.choice([1, 2, 3])))) for _ in range(count)]
     return weights if any(weights) else [Fraction(1)]
-
-
-def test_at_every_step_each_of_50_random_mixtures_is_within_one_sample_of_its_shares():
-    for seed in range(50):
-        weights = draw_weights(seed)
-        sources = Interleaving([Stretch(0, whole_parts(weights))], [None] * len(weights)).sources(0, 5000)
-        total = sum(weights)
-        positions = np.arange(1, 5001)
-        for number, weight in enumerate(weights):
-            counts = np.cumsum(sources == number)
-            assert np.abs(counts - positions * float(weight / total)).max() < 1, (seed, number)
 
 
 def numbers(begin: int, count: int) -> TensorDataset:
@@ -252,21 +240,6 @@ def test_each_row_has_the_loss_and_the_samples_of_each_source(tmp_path: Path):
         assert row["train_loss"] == pytest.approx(exact_sum(total) / len(total), rel=1e-6)
     assert taken == len(every)
     assert sum(counted.values()) == trainer.state.samples_seen
-
-
-def test_sources_are_found_for_many_batches_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    found: list[int] = []
-    find = Mixture.sources_of
-
-    def note(self: Mixture, indices: Any) -> Any:
-        found.append(len(indices))
-        return find(self, indices)
-
-    monkeypatch.setattr(Mixture, "sources_of", note)
-    module = Points()
-    trainer = fit(tmp_path, module, SIZES, hps={"epochs": 3}, log_every=3, checkpoint_every=None)
-    assert len(found) == len(rows_of(trainer)) < len(module.seen)
-    assert sum(found) == trainer.state.samples_seen
 
 
 def test_rows_do_not_depend_on_how_often_checkpoints_are_written(tmp_path: Path):
@@ -726,37 +699,22 @@ def test_an_iterator_cannot_be_repeated(tmp_path: Path):
 @each(
     ("data", "place", "got"),
     [
-        ([1], "", "[1]"),
         ({"mix": {}}, "", "{}"),
         ({"mix": {"a": -0.5, "b": 1}}, ".mix.a", "-0.5"),
         ({"mix": {"a": 0, "b": 0}}, ".mix", "sum to 0"),
-        ({"mix": {"a": 50, "b": "rest"}}, ".mix", "sum to 50, and `rest`"),
-        ({"mix": {"a": float("nan"), "b": 1}}, ".mix.a", "nan"),
-        ({"mix": {"a": True, "b": 1}}, ".mix.a", "True"),
         ({"mix": {"a": "half", "b": 1}}, ".mix.a", "'half'"),
-        ({"mix": {"a": 0.7, "b": 0.3, "c": "rest"}}, ".mix", "sum to 1, and `rest`"),
         ({"mix": {"a": "rest", "b": "rest"}}, ".mix", "`rest` for a and b"),
         ({"mix": {"a__b": 1}}, ".mix.a__b", "'a__b'"),
-        ({"mix": {"a": {"weight": 1, "epoch": 2}}}, ".mix.a.epoch", "2"),
         ({"mix": {"a": {"weight": 1, "epochs": 0}}}, ".mix.a.epochs", "0"),
         ({"mix": {"a": {"epochs": 1}}}, ".mix.a", "`weight`"),
-        ({"mix": {"a": {5: 1}}}, ".mix.a", "{5: 1}"),
         ({"mix": {"a": {0: 1, 5: 0}, "b": {0: 1, 5: 0}}}, ".mix", "sum to 0 from step 5"),
         ({"mix": {"a": {0: 1, 5: 2}}, "stop": "first"}, ".stop", "'first'"),
-        ({"mix": {"a": 1}, "stop": "frist"}, ".stop", "'frist'"),
         ({"mix": {"a": 1}, "unit": "token"}, ".unit", "'token'"),
-        ({"mix": {"a": 1}, "seed": 1}, ".seed", "1"),
     ],
 )
 def test_invalid_weights_are_reported_with_their_place(data: Any, place: str, got: str):
     with raises_at(HyperParameterError, f"hps_config data{place}", got):
         Trainer({**HPS, "data": data}, "unused")
-
-
-def test_a_name_that_appears_twice_is_reported(tmp_path: Path):
-    (tmp_path / "hps.yaml").write_text("epochs: 1\nbatch_size: 2\noptim: SGD\ndata:\n  mix:\n    a: 0.5\n    a: 0.3\n")
-    with raises_at(HyperParameterError, "hps.yaml:7 data.mix.a"):
-        Trainer(tmp_path / "hps.yaml", "unused")
 
 
 ONE = numbers(0, 3)
@@ -768,8 +726,6 @@ ONE = numbers(0, 3)
         (None, {"a": ONE, "b": ONE}, "a, b", "data: {mix: {"),
         (None, {"train": ONE, "test": ONE}, "train, test", 'data["train"]'),
         ({"news": 1, "cod": 1}, {"news": ONE, "code": ONE}, "news, code", "rename `cod` in `data.mix` to `code`"),
-        ({"a": 1}, {"a": ONE, "c": ONE}, "a, c", "add `c: 0.1`"),
-        ({"a": 1, "c": 1}, {"a": ONE}, "a", "remove `c`"),
         ({"a": 1, "b": 1}, {"a": ONE, "c": ONE}, "a, c", "remove `b`"),
     ],
 )
@@ -787,7 +743,6 @@ def test_weights_of_other_sources_are_reported(mix: Any, sources: Any, got: str,
         ({"a": ONE, "b": DataLoader(ONE)}, "the source 'b'", "DataLoader"),
         ({"a": ONE, "b": Counting(9, 3)}, "streams", "`epochs`"),
         ({"a": [{"x": 1}], "b": [{"y": 1}]}, "several sources", "y in 'b', but x in 'a'"),
-        ({"a": [(1, 2)], "b": [(1,)]}, "several sources", "tuples of 1 in 'b', but tuples of 2 in 'a'"),
         ({"a": [{"x": 1}], "b": [(1, 2)]}, "several sources", "tuples of 2 in 'b', but x in 'a'"),
     ],
 )

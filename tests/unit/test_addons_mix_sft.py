@@ -100,24 +100,3 @@ def test_the_command_mixes_files_by_name_and_shows_them_before(
     del hps["sft"]["data"]["code"]
     Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
     assert main(["sft", "hps.yaml", "other"]) == 2, "the weights name another source"
-
-
-def test_the_command_names_rows_with_problems_and_its_help_is_short(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.chdir(tmp_path)
-    make_tokenizer(conversations.CHATML).save_pretrained("base")
-    make_model().save_pretrained("base")
-    rows = draw_conversations(8, seed=3)
-    rows[2] = rows[5] = {"messages": [{"role": "user", "content": "a"}]}
-    Path("news.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    hps: dict[str, Any] = {"epochs": 1, "batch_size": 4, "optim": "AdamW", "sft": {"data": "news.jsonl"}}
-    hps["model"] = {"path": "./base", "type": "AutoModelForCausalLM"}
-    Path("hps.yaml").write_text(yaml.safe_dump({"hps": hps}))
-    assert main(["data", "inspect", "hps.yaml"]) == 0
-    assert re.search(r"^all: 2 of 8 rows without any token to train on: row 2, row 5$", capsys.readouterr().out, re.M)
-    with pytest.raises(SystemExit):
-        main(["data", "--help"])
-    shown = capsys.readouterr().out
-    assert "--checkpoint_every" not in shown
-    assert "`accmt sft --help`" in " ".join(shown.split())

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -137,14 +136,6 @@ def test_a_model_that_mixes_documents_is_rejected_by_name(monkeypatch: pytest.Mo
     model(**PACKED)  # nobody trains it
 
 
-def test_masks_by_the_kind_of_layer_say_who_attends(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, trials = make_model("gemma3_text"), Trials(monkeypatch)
-    seen = torch.ones(1, 1, 14, 14, dtype=torch.bool)
-    with PackingCheck(model).during():
-        model(**PACKED, attention_mask={"full_attention": seen, "sliding_attention": seen})
-    assert trials.number == 0
-
-
 def test_bounds_of_documents_that_the_attention_does_not_read_are_rejected() -> None:
     bounds = torch.tensor([0, 6, 10, 14], dtype=torch.int32)
     varlen = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": 6, "max_length_k": 6}
@@ -216,6 +207,7 @@ def test_batches_that_are_packed_later_in_a_run_are_looked_at_then(kind: Any, mo
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in module.model.modules())
 
 
+@pytest.mark.slow
 def test_a_compiled_model_is_tried_too_and_without_a_break_in_its_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = Trials(monkeypatch)
     compiled = {"backend": "eager", "fullgraph": True}
@@ -247,12 +239,6 @@ def test_a_step_that_does_not_pass_the_positions_on_is_rejected(kind: Any, model
     with raises_at(DataError, "packed documents", "position_ids", name, do=do):
         train()
     assert trainer.state.global_step == (0 if kind is ManualSteps else 2)
-
-
-def test_a_model_that_takes_no_positions_is_rejected() -> None:
-    model = T5EncoderModel(T5Config(**SMALL, d_model=16, num_layers=1, num_heads=2))
-    with PackingCheck(model).during(), raises_at(DataError, "in T5EncoderModel", "mixed documents", "position_ids"):
-        model(**PACKED)
 
 
 class Own(nn.Module):
@@ -308,19 +294,6 @@ def test_the_trial_changes_no_bit_of_a_run(precision: str, monkeypatch: pytest.M
             assert trials.number == 1
             weights.append([weight.detach().clone() for weight in model.parameters()])
     assert all(map(torch.equal, *weights))
-
-
-def test_the_operations_of_the_trial_are_not_those_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted = []
-    for skips in (False, True):
-        with monkeypatch.context() as patch:
-            trials = Trials(patch, skips=skips)
-            trainer, train = fit(Steps(make_model()))
-            with FlopCounterMode(display=False) as counter:  # as the monitor counts
-                train()
-            assert trials.number == 1
-            counted.append(counter.get_total_flops())
-    assert counted[0] == counted[1] > 0
 
 
 def test_validation_on_packed_documents_that_a_model_mixes_is_rejected() -> None:

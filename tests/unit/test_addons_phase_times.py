@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from accmt import Callback, ExtendedAcceleratorModule, Trainer
-from accmt.addons.profilers import PHASES
 from accmt.tracking import read_history
 from tests.slow import SlowData, SlowLinear, Ticks
 from tests.toys import HPS, Linear, make_points, make_trainer
@@ -211,17 +210,3 @@ def test_the_device_is_waited_for_at_the_end_of_a_phase(clock, monkeypatch):
     trainer = make_trainer(profiler="simple")
     trainer.fit(Lazy(), make_points(4))
     assert seconds(trainer) == {"training_step": 4}
-
-
-def test_as_text_it_is_a_table(clock):
-    trainer = make_trainer(profiler="simple", callbacks=SlowCallback(clock))
-    trainer.fit(SlowLinear(clock), make_points(4))
-    lines = str(trainer.profile).splitlines()
-    assert lines[0].split() == ["phase", "seconds", "share", "calls", "mean", "ms", "slowest", "ms"]
-    phases = [line[:14].strip() for line in lines[1:-1]]
-    assert phases == ["data", "training step", "backward", "update", "evaluation", "logging", "callbacks"]
-    assert lines[2].split() == ["training", "step", "4.000", "3.8%", "2", "2,000.000", "2,000.000"]
-    assert lines[7].split() == ["callbacks", "101.000", "96.0%"]
-    assert lines[-1].split() == ["all", "105.250"]
-    assert len({len(line) for line in lines[:7]}) == 1
-    assert set(trainer.profile.phases) == set(PHASES)

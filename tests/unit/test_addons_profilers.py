@@ -9,14 +9,9 @@ import sys
 
 import pytest
 import torch
-from accelerate import Accelerator
 from accelerate.utils import ProfileKwargs
 
 from accmt import Callback
-from accmt.addons.profilers import build_profiler
-from accmt.callbacks import HOOKS
-from accmt.errors import ArgumentError
-from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
 
 
@@ -58,16 +53,6 @@ def test_no_profiler_changes_a_bit_of_the_training():
     assert all(outcome == outcomes[None] for outcome in outcomes.values())
 
 
-def test_without_one_no_hook_is_called_and_no_file_written():
-    assert build_profiler(None, is_main_process=True) == ([], [])
-    trainer = fit(None)
-    assert trainer.profile is None
-    assert files(trainer) == []
-    inside = ("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_after_zero_grad")
-    assert all(getattr(trainer.run.hooks, hook) == () for hook in inside)
-    assert set(inside) < set(HOOKS)
-
-
 def test_the_table_is_said_and_kept_as_text_and_numbers(caplog):
     with caplog.at_level(logging.INFO, "accmt"):
         trainer = fit("simple", verbose=True)
@@ -81,10 +66,6 @@ def test_the_table_is_said_and_kept_as_text_and_numbers(caplog):
     said = [record.getMessage() for record in caplog.records]
     assert f"time per phase\n{trainer.profile}" in said
     assert f"profile: {folder / 'phases.json'}" in said
-
-
-def test_phases_are_measured_on_the_main_process_alone():
-    assert build_profiler("simple", is_main_process=False) == ([], [])
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
@@ -132,13 +113,6 @@ def test_a_trial_says_its_profile_and_writes_nothing(kind, tmp_path, caplog):
     assert expected in caplog.text
 
 
-def test_tuning_has_no_profile():
-    seen = []
-    told = ProfileKwargs(schedule_option={"wait": 0, "warmup": 1, "active": 1}, on_trace_ready=seen.append)
-    make_trainer(profiler=told).tune(Linear(), make_points(), lr=True)
-    assert seen == []
-
-
 @pytest.mark.parametrize("kind", ["simple", "advanced", "pytorch"])
 def test_a_profile_that_cannot_be_written_is_a_warning(kind, caplog):
     class InTheWay(Callback):
@@ -164,15 +138,6 @@ def test_functions_are_told_and_kept_for_pstats(caplog):
     assert "functions that took the most time" in caplog.text
 
 
-def test_a_second_profiler_of_functions_is_refused():
-    sys.setprofile(lambda *_: None)
-    try:
-        with raises_at(ArgumentError, 'Trainer(profiler="advanced")'):
-            fit("advanced")
-    finally:
-        sys.setprofile(None)
-
-
 def test_a_trace_is_of_three_updates_after_the_first_two():
     trainer = fit("pytorch", points=40, grad_accumulation_steps=2)
     assert files(trainer) == ["trace-0-1.json"]
@@ -180,12 +145,6 @@ def test_a_trace_is_of_three_updates_after_the_first_two():
     assert updates_in(trace) == {2, 3, 4}
     names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
     assert names.count("aten::mse_loss") == 3 * 2
-
-
-def test_a_run_too_short_for_its_trace_says_so(caplog):
-    trainer = fit("pytorch", points=2)
-    assert "nothing was traced: the run ended before the schedule's active steps" in caplog.text
-    assert files(trainer) == []
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # each cycle is kept in a file of its own
@@ -198,22 +157,6 @@ def test_profile_kwargs_say_what_is_traced_and_where(tmp_path):
     trainer = fit(ProfileKwargs(schedule_option=schedule, on_trace_ready=seen.append))
     assert len(seen) == 2
     assert files(trainer) == []
-
-
-def test_an_error_of_the_users_handler_is_raised_as_it_is():
-    def broken(_profile):
-        raise ValueError("my handler")
-
-    schedule = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
-    with pytest.raises(ValueError, match="my handler"):
-        fit(ProfileKwargs(schedule_option=schedule, on_trace_ready=broken))
-
-
-def test_the_accelerators_own_profile_kwargs_are_those_of_pytorch():
-    schedule = {"wait": 0, "warmup": 1, "active": 2, "repeat": 1}
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(schedule_option=schedule)])
-    trainer = fit("pytorch", accelerator=accelerator)
-    assert updates_in(trainer.log_dir / "profile" / "trace-0-1.json") == {1, 2}
 
 
 def test_a_profile_of_torch_is_used_as_it_is_and_given_back():

@@ -6,7 +6,6 @@ import io
 import json
 import os
 import pickle
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from accmt import Callback, StepsCurriculum, Trainer, read_files
 from accmt.addons.readers import places
 from accmt.data.samplers import Order
-from accmt.errors import ArgumentError, DataError, MissingPackageError, StoreError
+from accmt.errors import ArgumentError, DataError, StoreError
 from tests.files_of_rows import FILES, HPS, Points, check_resume, make_rows, read, to_sample, train, write
 from tests.raising import raises_at
 from tests.toys import make_trainer
@@ -71,11 +70,6 @@ def test_row_groups_are_shuffled_a_few_at_a_time_and_read_once():
     )
 
 
-def test_it_warns_if_few_row_groups_are_shuffled_together(caplog: pytest.LogCaptureFixture):
-    read(write("parquet", Path.cwd()), cache=1).shuffle_rows(torch.Generator())
-    assert "rows are shuffled among 1 of 11 row groups at a time" in caplog.text
-
-
 def test_paths_are_files_folders_globs_and_lists():
     folder, rows = write("jsonl", Path.cwd()), make_rows()
     (folder / "_SUCCESS").touch()
@@ -125,13 +119,6 @@ def test_rows_are_read_from_a_bucket(kind: str, bucket: str):
             assert read_files(f"{bucket}/here").describe_files() != described
     finally:
         fs.rm("/rows", recursive=True)
-
-
-def test_a_bucket_without_its_package_names_the_extra():
-    with raises_at(MissingPackageError, "s3://bucket", do="accmt-trainer[s3]"):
-        read_files("s3://bucket/rows/*.parquet")
-    with raises_at(DataError, "nowhere://bucket/rows", "nowhere"):
-        read_files("nowhere://bucket/rows")
 
 
 def test_columns_are_chosen():
@@ -273,13 +260,6 @@ def test_what_a_store_answers_is_no_bad_sample(kind: str, monkeypatch: pytest.Mo
     assert len(list(Path("out").glob("checkpoint-*/step-*"))) == 1
 
 
-def test_files_without_rows_among_others_are_named(caplog: pytest.LogCaptureFixture):
-    Path("rows.jsonl").write_text('{"id": 0}\n')
-    Path("none.jsonl").write_text("\n")
-    assert len(read_files(["rows.jsonl", "none.jsonl"])) == 1
-    assert "no rows in none.jsonl" in caplog.text
-
-
 def test_what_cannot_be_read_says_what_to_use():
     Path("empty").mkdir()
     Path("rows.csv").write_text("id\n1\n")
@@ -300,31 +280,6 @@ def test_what_cannot_be_read_says_what_to_use():
             read_files(paths)
     with raises_at(ArgumentError, "read_files(cache=...)"):
         read_files("parquet", cache="much")
-
-
-def test_without_pyarrow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
-    folder = write("parquet", Path.cwd())
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with raises_at(MissingPackageError, "Parquet", do="accmt-trainer[parquet]"):
-        read_files(folder)
-
-
-@pytest.mark.parametrize(
-    ("library", "index", "install"),
-    [
-        ("streaming", {"shards": []}, '[mds]" && pip install --no-deps "mosaicml-streaming'),
-        ("litdata", {"chunks": [], "config": {}}, "[litdata]"),
-        ("wids", None, "[webdataset]"),
-    ],
-)
-def test_without_the_library_of_shards_it_says_what_to_install(
-    library: str, index: dict[str, Any] | None, install: str, monkeypatch: pytest.MonkeyPatch
-):
-    Path("rows").mkdir()
-    Path("rows", "index.json" if index else "rows.tar").write_text(json.dumps(index))
-    monkeypatch.setitem(sys.modules, library, None)
-    with raises_at(MissingPackageError, "", library, do=f"accmt-trainer{install}"):
-        read_files("rows")
 
 
 def test_lines_of_a_large_file_are_found_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

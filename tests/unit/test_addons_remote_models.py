@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from fsspec.core import url_to_fs
-from torch.utils.data import TensorDataset
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from accmt import AcceleratorModule, ArgumentError, CheckpointError, read_history
+from accmt import ArgumentError, CheckpointError, read_history
 from accmt.addons.remote_checkpoints import Lease, RemoteFolder
 from accmt.addons.remote_models import RemoteModelFolder
 from accmt.cli.main import main
@@ -56,21 +53,6 @@ def test_the_best_model_and_the_history_are_uploaded(url: str) -> None:
     assert not list(Path("out/news").glob(".upload-*"))
 
 
-def test_from_pretrained_loads_what_was_downloaded(url: str) -> None:
-    class Language(AcceleratorModule):
-        def __init__(self) -> None:
-            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-            self.model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes))
-
-        def step(self, batch: Any) -> Any:
-            return self.model(input_ids=batch[0], labels=batch[0]).loss
-
-    module, data = Language(), TensorDataset(torch.randint(0, 16, (8, 5)))
-    make_trainer({"batch_size": 4}, url, model_saving="best_valid_loss").fit(module, data, data)
-    loaded = AutoModelForCausalLM.from_pretrained(download(url, Path("news")))
-    assert all(torch.equal(loaded.state_dict()[name], value) for name, value in module.model.state_dict().items())
-
-
 def test_an_unfinished_upload_is_never_the_newest(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     train(url, [3.0])
     monkeypatch.setattr("accmt.addons.remote_checkpoints._FIRST_PAUSE_S", 0.0)
@@ -109,17 +91,6 @@ def test_a_run_on_an_empty_disk_keeps_its_best_model(url: str) -> None:
     assert read_status(download(url, Path("better")))["global_step"] == 8
 
 
-def test_an_older_local_model_is_replaced_for_a_resume(url: str) -> None:
-    settings = {"checkpoint": f"{url}-checkpoints", "checkpoint_every": "1 epoch", "resume": "auto"}
-    train(url, [3.0], **settings)
-    shutil.copytree("out", "elsewhere")
-    train(url, [3.0, 1.0], **settings)
-    shutil.rmtree("out")
-    Path("elsewhere").rename("out")
-    train(url, [3.0, 1.0, 2.0], **settings)
-    assert read_status("out/news")["global_step"] == 4
-
-
 def test_a_best_model_that_was_lost_does_not_keep_worse_ones_away(url: str, caplog: pytest.LogCaptureFixture) -> None:
     settings = {"checkpoint": f"{url}-checkpoints", "checkpoint_every": "1 epoch", "resume": "auto", "verbose": True}
     train(url, [3.0], **settings)
@@ -138,18 +109,6 @@ def test_models_of_another_run_are_not_deleted(url: str) -> None:
     remote = RemoteModelFolder(url)
     remote.prune(0)
     assert [one.manifest.info["run_name"] for one in remote.newest_first() if one.manifest] == ["run 1", "run 0"]
-
-
-def test_two_models_of_a_run_stay(url: str) -> None:
-    train(url, [1.0])
-    remote = RemoteModelFolder(url, "this run", "a run")
-    for content in "abc":
-        Path("model").mkdir(exist_ok=True)
-        Path("model", "weights.bin").write_text(content)
-        remote.upload(Path("model"))
-        remote.prune(2)
-    assert len(remote.newest_first()) == 3
-    assert Path(download(url, Path("news")), "weights.bin").read_text() == "c"
 
 
 def test_a_second_run_is_refused_before_training(url: str) -> None:
@@ -197,8 +156,3 @@ def test_passwords_in_urls_are_written_nowhere(caplog: pytest.LogCaptureFixture)
 def test_models_and_checkpoints_need_different_urls(url: str) -> None:
     with raises_at(ArgumentError, "Trainer(model_path=..., checkpoint=...)"):
         train(url, [1.0], checkpoint=f"{url}/", checkpoint_every="1 epoch")
-
-
-def test_a_log_folder_in_object_storage_is_an_error_that_names_the_way() -> None:
-    with raises_at(ArgumentError, "Trainer(logging_dir=...)"):
-        train("out/model", [1.0], logging_dir="s3://bucket/logs")

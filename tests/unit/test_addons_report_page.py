@@ -9,8 +9,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
-import pytest
-
 from accmt.addons.goodput.records import Totals
 from accmt.addons.report.page import build_page, draw_charts, thin_out
 from accmt.addons.report.records import Curve, Event, RunRecord, name_apart
@@ -52,18 +50,6 @@ def test_points_of_a_run_with_a_ledger_know_the_command_that_replays_their_step(
     assert commands == [f"accmt replay '{tmp_path}/a run' --step ", None]
 
 
-def test_several_runs_are_drawn_over_one_another_in_a_colour_each():
-    [losses, *_] = draw_charts([make_run("a"), make_run("b")])
-    assert [trace.name for trace in losses.figure.data] == ["a: train_loss", "b: train_loss"]
-    assert len({trace.line.color for trace in losses.figure.data}) == 2
-
-
-def test_a_value_that_one_run_lacks_is_drawn_for_the_other():
-    charts = draw_charts([make_run("a"), make_run("b", train_loss=[1], acc=[0.5])])
-    [acc] = [chart.figure for chart in charts if chart.figure.layout.title.text == "acc"]
-    assert [trace.name for trace in acc.data] == ["b: acc"]
-
-
 def test_checkpoints_and_failures_stand_on_the_axis_of_time():
     course = draw_charts([make_run()])[-1].figure
     events = course.data[-1]
@@ -72,13 +58,6 @@ def test_checkpoints_and_failures_stand_on_the_axis_of_time():
         ("checkpoint", 1.0, 2),
         ("failed", 2.0, 3),
     ]
-
-
-def test_the_time_split_is_in_percent():
-    charts = draw_charts([make_run(train_loss=[1.0, 1.0], seconds_data=[1.0, 0.0], seconds_compute=[1.0, 2.0])])
-    split = charts[-2].figure
-    assert {trace.name: trace.x[0] for trace in split.data} == {"data": 25.0, "compute": 75.0}
-    assert not any("seconds_" in chart.figure.layout.title.text for chart in charts)
 
 
 def test_the_parts_of_the_goodput_table_add_up_to_all():
@@ -113,10 +92,6 @@ def test_runs_have_names_that_people_tell_apart():
     assert lrs == ["news 11-22 21:20:37, lr 1", "news 11-22 21:35:26, lr 2"]
     alike = "2026-11-22_21-20-37-abcd"
     assert named((first, {"lr": 1}), (alike, {"lr": 1})) == [first, alike]
-
-
-def test_the_page_is_no_larger_than_it_has_to_be():
-    assert len(build_page([make_run()])) < 2_200_000
 
 
 def test_the_tables_hold_evaluations_status_and_configuration():
@@ -182,11 +157,6 @@ def test_long_curves_are_thinned_and_keep_their_peaks():
     assert thin.steps == sorted(thin.steps)
 
 
-def test_a_run_that_has_logged_nothing_yet_has_a_page():
-    run = RunRecord("new", Path("logs/new"), {}, {}, [], [Event("started", 0, 0.0)])
-    assert "new" in build_page([run])
-
-
 def test_the_command_writes_the_page_into_the_run_folder(tmp_path, capsys):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -196,20 +166,3 @@ def test_the_command_writes_the_page_into_the_run_folder(tmp_path, capsys):
     assert "Plotly.newPlot" in (folder / "report.html").read_text()
     assert main(["report", str(folder), str(folder), "-o", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
-
-
-def test_the_command_refuses_another_folder(tmp_path, capsys):
-    assert main(["report", str(tmp_path)]) == 2
-    assert "no history.jsonl" in capsys.readouterr().err
-
-
-def test_without_plotly_the_package_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setitem(__import__("sys").modules, "plotly.graph_objects", None)
-    (tmp_path / "history.jsonl").write_text('{"step": 1, "time": 1.0, "values": {"train_loss": 1.0}}\n')
-    assert main(["report", str(tmp_path)]) == 2
-    assert "pip install plotly" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("count", [1, 12])
-def test_any_number_of_runs_has_colours(count):
-    assert len(draw_charts([make_run(f"run {number}") for number in range(count)])[0].figure.data) == count

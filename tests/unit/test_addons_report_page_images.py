@@ -7,7 +7,6 @@ from base64 import b64decode
 from io import BytesIO
 
 import numpy as np
-import pytest
 from PIL import Image
 
 from accmt.addons.report import read_run
@@ -69,9 +68,3 @@ def test_a_damaged_image_costs_that_image_and_not_the_page(tmp_path):
     section = write_images([run])
     assert len(images_of(section)) == 5
     assert f"step 2: images in {newest.parent} cannot be read".replace("<", "&lt;").replace(">", "&gt;") in section
-
-
-@pytest.mark.parametrize("num_images", [0, 1])
-def test_without_images_there_is_no_section(tmp_path, num_images):
-    run = log_run(tmp_path, steps=(1,) * num_images)
-    assert ("<h2>Images</h2>" in write_images([run])) is bool(num_images)

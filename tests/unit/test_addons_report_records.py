@@ -11,8 +11,6 @@ from accmt import Metric
 from accmt.addons.report import read_run
 from accmt.addons.report.page import build_page
 from accmt.addons.report.records import Event
-from accmt.errors import ArgumentError
-from tests.raising import raises_at
 from tests.toys import Numbers, Scripted, make_trainer
 
 
@@ -49,11 +47,6 @@ def test_evaluations_are_told_from_training(tmp_path):
     assert read_run(write_history(tmp_path, CONFIG, *rows)).evaluations == [(1, {"val_loss": 2.0, "mae": 3.0})]
 
 
-def test_evaluations_without_a_loss_are_told_from_training_too(tmp_path):
-    rows = [values(1, 101, train_loss=1.0), values(1, 102, mae=3.0), values(1, 103, checkpoint=1.0)]
-    assert read_run(write_history(tmp_path, CONFIG, *rows)).evaluations == [(1, {"mae": 3.0})]
-
-
 def test_what_happened_is_kept_and_rows_that_were_taken_back_are_not(tmp_path):
     folder = write_history(
         tmp_path,
@@ -84,13 +77,6 @@ def test_the_time_split_adds_up(tmp_path):
     assert read_run(write_history(tmp_path, CONFIG, *rows)).seconds_by_purpose == {"data": 1.0, "compute": 4.0}
 
 
-def test_another_folder_is_refused(tmp_path):
-    with raises_at(ArgumentError, str(tmp_path), "no history.jsonl"):
-        read_run(tmp_path)
-    with raises_at(ArgumentError, str(tmp_path), "an empty history.jsonl"):
-        read_run(write_history(tmp_path))
-
-
 class Errors(Metric):
     def compute(self, predictions, references):
         return {self.name: float((predictions - references).abs().sum())}
@@ -112,12 +98,6 @@ def test_a_run_says_what_is_better_and_what_its_model_was_saved_by():
     assert run.config["metrics.errors"] == "lower is better"
     assert run.config["metrics.hits"] == "higher is better"
     assert run.best == {"val_loss": (2, 0.25), "errors": (2, 0.25), "hits": (3, 0.75)}
-
-
-def test_a_run_that_saves_nothing_and_measures_nothing_says_nothing_of_it():
-    trainer = make_trainer()
-    trainer.fit(Scripted(), Numbers(4))
-    assert not [name for name in read_run(trainer.log_dir).config if name.startswith(("metrics", "model_saving"))]
 
 
 def test_an_interruption_is_told_from_a_kill(tmp_path):

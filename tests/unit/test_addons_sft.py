@@ -5,23 +5,23 @@ from __future__ import annotations
 import logging
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
-from torch.utils.data import IterableDataset
 from transformers import GenerationConfig
 
 from accmt import SFTModule, Trainer
 from accmt.addons.sft.chat import IGNORED, mask_row
 from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
-from accmt.errors import ArgumentError, DataError
+from accmt.errors import DataError
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 from tests.pairs import pairs
 from tests.raising import raises_at
 from tests.resume.unbroken import InterruptAt, InterruptionError
+from tests.toys import Stream
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
@@ -60,14 +60,6 @@ def assert_close(one: Any, other: Any) -> None:
         torch.testing.assert_close(own, expected, rtol=1e-4, atol=1e-6)
 
 
-class Stream(IterableDataset[Any]):
-    def __init__(self, data: list[Any]) -> None:
-        self.data = data
-
-    def __iter__(self) -> Any:
-        return iter(self.data)
-
-
 ANSWER = {"role": "assistant", "content": "It will."}
 NO_ANSWER = {"messages": [{"role": "user", "content": "nobody answers"}]}
 
@@ -83,15 +75,6 @@ def test_the_loss_is_the_mean_over_what_the_assistant_writes_in_all_rows(tmp_pat
         is_target = labels[1:] != IGNORED
         losses += functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")[is_target].tolist()
     assert trainer.state.metrics["val_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
-
-
-def test_the_folder_is_loaded_by_transformers_with_tokenizer_and_chat_template(tmp_path: Path):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    _, module = fit(tmp_path / "model", rows(), val=rows())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    assert all(map(torch.equal, loaded.parameters(), weights_of(module)))
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").chat_template == conversations.CHATML
 
 
 @pytest.mark.parametrize("hps", [{"max_tokens": 600}, {"max_tokens": 600, "packing": True}], ids=["budget", "packing"])
@@ -120,9 +103,9 @@ class Resuming(Stream):
 
     def __iter__(self) -> Any:
         self.next, self.loaded = self.loaded or 0, None
-        while self.next < len(self.data):
+        while self.next < len(self.values):
             self.next, self.number = self.next + 1, self.number + 1
-            yield self.data[self.next - 1]
+            yield self.values[self.next - 1]
 
     def state_dict(self) -> dict[str, Any]:
         return {"next": self.next}
@@ -191,14 +174,9 @@ def test_a_shuffle_buffer_within_is_not_resumed_from_its_state(tmp_path: Path, c
 
 
 def test_the_rows_of_a_stream_get_the_epoch(tmp_path: Path):
-    class Epochs(Stream):
-        seen: ClassVar[list[int]] = []
-
-        def set_epoch(self, epoch: int) -> None:
-            self.seen.append(epoch)
-
-    fit(tmp_path / "model", Epochs(rows(4)), hps={"epochs": 3}, dataloader_num_workers=0)
-    assert sorted(set(Epochs.seen)) == [0, 1, 2]
+    stream = Stream(rows(4))
+    fit(tmp_path / "model", stream, hps={"epochs": 3}, dataloader_num_workers=0)
+    assert sorted(set(stream.epochs)) == [0, 1, 2]
 
 
 def test_rows_without_a_target_weigh_nothing_also_where_a_batch_has_no_other(tmp_path: Path):
@@ -260,14 +238,6 @@ def test_generation_stops_at_the_end_of_answers_and_that_is_saved(tmp_path: Path
         assert GenerationConfig.from_pretrained(tmp_path / "model").eos_token_id == saved
 
 
-def test_a_template_that_writes_the_date_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    for beginning, is_said in (("", False), ("{{ strftime_now('%d %b %Y') }}", True)):
-        own = tokenizer()
-        own.chat_template = beginning + own.chat_template
-        fit(tmp_path / "model", rows(), module=SFTModule(make_model(), own), verbose=True, resume=False)
-        assert ("the chat template inserts the current date" in caplog.text) == is_said
-
-
 @pytest.mark.parametrize("kind", [list, Stream])
 def test_rows_of_which_none_has_a_target_are_an_error_before_training(tmp_path: Path, kind: Any):
     with raises_at(DataError, "supervised fine-tuning", "3 rows", "row 0, row 1, row 2"):
@@ -305,8 +275,3 @@ def test_a_model_of_hyper_parameters_gets_the_tokenizer_of_its_folder(tmp_path: 
     _, module = fit(tmp_path / "model", rows(), module=SFTModule.from_hps(hps, max_length=300))
     _, expected = fit(tmp_path / "other", rows(), module=SFTModule(make_model(), tokenizer(), max_length=300))
     assert all(map(torch.equal, weights_of(module), weights_of(expected)))
-
-
-def test_a_length_that_leaves_nothing_to_predict_is_an_error():
-    with raises_at(ArgumentError, "SFTModule(max_length=...)"):
-        SFTModule(make_model(), tokenizer(), max_length=1)

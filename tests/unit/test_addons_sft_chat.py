@@ -271,21 +271,6 @@ def test_an_answer_of_another_form_is_named(entries, detail: str):
     assert [tuple(one) for one in masked.problems] == [(chat.REJECTED, detail)]
 
 
-def test_tools_and_arguments_of_another_form_are_named():
-    tokenizer = make_tokenizer(conversations.CHATML)
-    for entries in ({"tools": "[{"}, {"chat_template_kwargs": "thinking"}):
-        [problem] = mask_row(tokenizer, {"messages": say("a", "b"), **entries}).problems
-        assert problem.kind == chat.REJECTED
-        assert problem.detail.startswith("invalid tools or chat_template_kwargs: ")
-
-
-def test_the_roles_of_a_row_without_an_assistant_are_named():
-    tokenizer = make_tokenizer(conversations.CHATML)
-    row = {"messages": [*say("a"), {"role": "gpt", "content": "b"}]}
-    [problem] = mask_row(tokenizer, row).problems
-    assert tuple(problem) == (chat.NO_TARGET, "its roles are user, gpt, without assistant")
-
-
 def test_an_end_that_the_tokenizer_adds_is_not_doubled():
     from tokenizers import processors
 
@@ -346,14 +331,6 @@ def test_a_row_of_another_form_is_an_error(row, got: str, do: str):
     assert raised.value.faults[0].got == got
 
 
-def test_strings_without_an_end_token_in_the_tokenizer_are_named():
-    tokenizer = make_tokenizer()
-    tokenizer.eos_token = None
-    masked = mask_row(tokenizer, {"prompt": "2 + 2 =", "completion": " four"})
-    assert trained_texts(tokenizer, masked) == [" four"]
-    assert kinds(masked) == {chat.NO_END}
-
-
 def test_a_tokenizer_without_a_chat_template_or_without_offsets_is_an_error():
     with raises_at(
         DataError, "a row for supervised fine-tuning", "chat template", do="tokenizer.chat_template"
@@ -366,8 +343,3 @@ def test_a_tokenizer_without_a_chat_template_or_without_offsets_is_an_error():
 
     with raises_at(DataError, "a row for supervised fine-tuning", "Slow"):
         mask_row(Slow(), {"text": "a"})
-
-
-def test_templates_of_installed_libraries_are_found():
-    assert {"smolvlm", "llama4", "qwen2_audio"} <= set(SHIPPED)
-    assert all("messages" in template for template in SHIPPED.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import random
 from functools import cache
 from io import BytesIO
@@ -17,9 +16,9 @@ import torch
 from accmt import PreferenceModule, SFTModule, Trainer
 from accmt.addons.sft import chat
 from accmt.addons.sft.chat import IGNORED, mask_row
-from accmt.addons.sft.images import ImageError, ImageReader, _align, load_image, split_processor
-from accmt.addons.sft.rows import Masking, PadRows
-from accmt.errors import AccmtError, DataError, MissingPackageError
+from accmt.addons.sft.images import ImageError, ImageReader, split_processor
+from accmt.addons.sft.rows import Masking
+from accmt.errors import AccmtError, DataError
 from tests.conversations import draw_conversations, in_parts, trained_texts
 from tests.pictures import (
     draw_image,
@@ -40,10 +39,6 @@ drawn = cache(draw_picture_conversations)
 def reader() -> Masking:
     tokenizer, images = split_processor(make_processor())
     return Masking(tokenizer, images=images)
-
-
-def image_id() -> int:
-    return make_processor().tokenizer.convert_tokens_to_ids("<|image_pad|>")
 
 
 def masked(row: dict[str, Any], **options: Any) -> Any:
@@ -82,31 +77,12 @@ def test_the_tokens_are_the_processors_and_the_trained_ones_what_the_assistant_w
     assert with_images > 30
 
 
-def test_without_its_images_a_row_is_masked_token_by_token_like_text():
-    for row in drawn(80):
-        named = "<|vision_start|><|image_pad|><|vision_end|>"
-        messages = [
-            {**one, "content": "".join(part.get("text", named) for part in one["content"])} for one in row["messages"]
-        ]
-        plain, found = mask_row(reader().tokenizer, {"messages": messages}), masked(row)
-        pairs = [pair for pair in zip(found.input_ids, found.labels, strict=True) if pair[0] != image_id()]
-        assert pairs == [pair for pair in zip(plain.input_ids, plain.labels, strict=True) if pair[0] != image_id()]
-
-
 def test_turns_as_samples_have_the_images_before_them():
     row = say([picture(1), text("a")], "b", [picture(2), picture(3), text("c")], "d")
     first, last = (reader()._replace(per_turn=True).read(row, turn, "a row") for turn in (1, 3))
     assert len(first.images.tensors["image_grid_thw"]) == 1
     assert len(last.images.tensors["image_grid_thw"]) == 3
     assert trained_texts(make_processor().tokenizer, last) == ["d<|im_end|>"]
-
-
-def test_weights_of_turns_are_those_of_text():
-    row = say([picture(1), text("a")], "b", [picture(2), text("c")], "d")
-    row["messages"][1]["weight"] = 0.5
-    found = masked(row)
-    assert found.show(reader().tokenizer).count("⟧×0.5") == 1
-    assert [weight > 0 for weight in found.weights] == [label != IGNORED for label in found.labels]
 
 
 # ---- What a step computes
@@ -158,27 +134,6 @@ def test_a_token_budget_counts_the_tokens_of_images(tmp_path: Path):
 def test_packing_is_rejected_by_name_where_rows_have_images(tmp_path: Path):
     with raises_at(DataError, "packing in the hyper-parameters", "'pixel_values'"):
         gradient_of_step(tmp_path, drawn(8), 1, accumulation=1, max_tokens=5000, packing=True)
-
-
-def test_a_batch_pads_tokens_and_joins_images():
-    samples = [masked(say([picture(1), text("a")], "b")).sample(), masked(say("long question", "long answer")).sample()]
-    batch = PadRows(0)(samples)
-    assert batch["mm_token_type_ids"].shape == batch["input_ids"].shape
-    assert batch["mm_token_type_ids"][1].sum() == 0
-    assert batch["pixel_values"].shape[0] == batch["image_grid_thw"].prod()
-    assert "pixel_values" not in PadRows(0)(samples[1:])
-    others = [{"input_ids": [1], "labels": [1], "pixel_values": torch.zeros(1, size)} for size in (2, 3)]
-    with raises_at(DataError, "a batch with images", "pixel_values", "[1, 2], [1, 3]"):
-        PadRows(0)(others)
-
-
-def test_the_first_row_is_shown_with_few_words_for_its_image(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    rows = [say([picture(2), text("a")], "b")] * 4
-    with caplog.at_level(logging.INFO, logger="accmt"):
-        Trainer(HPS, tmp_path, log_every=-1).fit(SFTModule(make_image_model(), make_processor()), rows)
-    number = masked(rows[0]).input_ids.count(image_id())
-    assert f"<|vision_start|><|image_pad|>×{number}<|vision_end|>a<|im_end|>" in caplog.text
-    assert "⟦b<|im_end|>⟧" in caplog.text
 
 
 # ---- Where images come from
@@ -240,16 +195,6 @@ def test_images_need_a_processor_and_preferences_have_none():
         prefer.make_samples([pair])[0]
 
 
-def test_pillow_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch):
-    import sys
-
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "PIL.Image", None)
-        patch.setitem(sys.modules, "PIL", None)
-        with raises_at(MissingPackageError, "a row", do="accmt-trainer[images]"):
-            load_image("a.png", "a row")
-
-
 def test_an_image_that_max_length_would_truncate_leaves_the_row_out():
     row = say([text("a"), picture(2)], "b")
     whole = masked(row)
@@ -282,26 +227,6 @@ def test_a_processor_that_fails_or_rewrites_the_text_leaves_the_row_out():
         assert detail in found.problems[0].detail
     assert issubclass(ImageError, Exception)
     assert not issubclass(ImageError, AccmtError)
-
-
-def test_tokens_around_one_image_are_followed_and_unclear_ones_are_not():
-    assert _align([1, 9, 2], [1, 7, 9, 9, 8, 2], 9) == [0, None, None, None, None, 2]
-    assert _align([1, 9, 2, 9, 3], [1, 9, 9, 2, 9, 3], 9) == [0, None, None, 2, None, 4]
-    assert _align([1, 9, 2, 9, 3], [1, 7, 9, 2, 9, 3], 9) is None
-    assert _align([1, 9, 2], [1, 9, 3], 9) is None
-    assert _align([1, 9, 2], [1, 2], 9) is None
-
-
-def test_generation_in_evaluations_rejects_images(tmp_path: Path):
-    hps = {**HPS, "evaluation": {"generate": {"max_new_tokens": 2}}}
-    module = SFTModule(make_image_model(), make_processor())
-    with raises_at(AccmtError, "evaluation.generate"):
-        Trainer(hps, tmp_path, verbose=False, metrics=["exact_match"]).fit(module, drawn(4), drawn(4))
-
-
-def test_rows_of_text_with_a_processor_are_those_with_its_tokenizer():
-    rows = [in_parts(row) for row in draw_conversations(20, seed=4) if "tools" not in row]
-    assert [masked(row) for row in rows] == [mask_row(reader().tokenizer, row) for row in rows]
 
 
 def test_one_yaml_trains_a_model_of_images_and_its_folder_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

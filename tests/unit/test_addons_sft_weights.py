@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,7 @@ import torch
 from accmt import DistillationModule, PreferenceModule, SFTModule, Trainer, read_history
 from accmt.addons.sft import chat
 from accmt.addons.sft.chat import IGNORED, mask_row
-from accmt.addons.sft.module import describe_data
-from accmt.addons.sft.rows import Masking, PadRows, TokenizedRows
+from accmt.addons.sft.rows import Masking, TokenizedRows
 from accmt.addons.token_losses import weigh_tokens
 from accmt.errors import DataError, ModuleContractError
 from tests import conversations
@@ -53,11 +51,6 @@ def test_each_token_of_100_conversations_has_the_weight_of_its_turn_times_that_o
         assert own == pytest.approx(weights)
         fractions += sum(weight not in (0, 1) for weight in weights)
     assert fractions > 1000
-
-
-def test_a_row_whose_weights_are_all_1_has_none():
-    assert mask_row(tokenizer(), say("a", ("b", 1), weight=1)).weights is None
-    assert "loss_weights" not in mask_row(tokenizer(), say("a", "b")).sample()
 
 
 def test_markers_of_the_template_have_the_weight_of_their_turn():
@@ -102,24 +95,6 @@ def test_an_invalid_weight_is_an_error_that_names_the_row_and_the_message(tmp_pa
         mask_row(tokenizer(), say("a", "b", weight=weight))
 
 
-def test_weights_that_do_not_train_are_counted_and_weights_are_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    rows = [
-        say("hello", ("b", 0.5)),
-        say("a", "b", weight=0),
-        say("a", ("b", 0)),
-        say(("a", 0.5), "b"),
-        say(("a", 1), "b"),
-    ]
-    with caplog.at_level(logging.INFO, logger="accmt"):
-        Trainer(HPS, tmp_path, log_every=-1).fit(SFTModule(make_model(), tokenizer()), rows)
-    said = caplog.text
-    assert "assistant\n⟦b<|im_end|>⟧×0.5\n" in said
-    assert "have weights from 0.5 to 0.5" in said
-    assert "of 5 rows checked: 2 without any token to train on (row 1: its weight is 0, row 2)" in said
-    assert "1 with weights of messages that are not the assistant's" in said
-    assert "(row 3)" in said
-
-
 @pytest.fixture(scope="module")
 def expected() -> torch.Tensor:
     return expected_gradient(weighted_rows())
@@ -138,14 +113,6 @@ def test_all_weights_times_a_number_are_no_weights(tmp_path: Path):
     plain, halved = ([{**row, "weight": weight} for row in weighted_rows()] for weight in (1, 0.5))
     one, other = (gradient_of_step(tmp_path / str(len(str(rows))), rows, "padding", 4, 1) for rows in (plain, halved))
     torch.testing.assert_close(one, other)
-
-
-def test_a_batch_of_rows_without_weights_does_as_before():
-    collate = PadRows(0)
-    samples = [mask_row(tokenizer(), row).sample() for row in (say("a", "b"), say("long question", "long answer"))]
-    assert set(collate(samples)) == {"input_ids", "labels", "attention_mask"}
-    weighed = collate([samples[0], mask_row(tokenizer(), say("a", "b", weight=2)).sample()])
-    assert weighed["loss_weights"][0].tolist() == [1.0] * len(samples[0]["input_ids"])
 
 
 def test_the_loss_of_experts_is_added_as_the_model_adds_it():
@@ -185,17 +152,6 @@ def test_a_model_that_does_not_predict_the_next_token_is_rejected():
         weigh_tokens(model, None, {}, torch.ones(1, 2))
 
 
-def test_a_batch_without_weight_has_a_finite_loss_and_gradient():
-    module = SFTModule(make_model(), tokenizer())
-    samples = [mask_row(tokenizer(), say("a", "b", weight=weight)).sample() for weight in (0, 2)]
-    batch = module.collate_fn(samples)
-    output = module.step({name: entry[:1] for name, entry in batch.items()})
-    assert output["weight"] == 0
-    output["loss"].backward()
-    assert all(weight.grad.isfinite().all() for weight in module.model.parameters())
-    assert module.predict_step(batch).shape[:2] == batch["input_ids"].shape
-
-
 def test_distillation_weighs_tokens_and_preferences_weigh_rows():
     module = DistillationModule(make_model(), tokenizer(), make_model())
     torch.nn.init.normal_(module.model.lm_head.weight)
@@ -222,18 +178,6 @@ def test_a_mixture_by_tokens_and_its_counts_use_weights(tmp_path: Path):
     assert last["samples_seen__one"] == pytest.approx(4 * last["samples_seen__two"], abs=4)
     assert last["target_tokens_seen__one"] == pytest.approx(last["target_tokens_seen__two"], rel=0.2)
     assert last["train_loss__one"] == pytest.approx(last["train_loss__two"], rel=1e-5)
-
-
-def test_the_inspection_shows_weights():
-    module = SFTModule(make_model(), tokenizer())
-    rows = [say("a", ("b", 0.5)), say("a", "b", weight=2), say("a", "b")]
-    settings = Trainer(HPS, "unused", verbose=False).settings
-    lines = list(describe_data(module, rows, settings, num_batches=1, seed=0))
-    assert "weights" in lines[0].split()
-    assert "0.5-2" in lines[1]
-    assert "⟦b<|im_end|>⟧×0.5" in "".join(lines)
-    [_, line] = list(describe_data(module, [say("a", "b")], settings, num_batches=0, seed=0))
-    assert "0.5" not in line
 
 
 def test_a_table_of_datasets_has_weights_where_they_are_not_none():

@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from accmt import EMA, SWA, ArgumentError, Callback
 from tests.raising import raises_at
 from tests.tables import each
-from tests.toys import Linear, Record, make_points, make_trainer
+from tests.toys import Linear, Record, Stream, make_points, make_trainer
 
 ROWS = 10  # in batches of 4, 4 and 2
 
@@ -112,27 +112,16 @@ def test_steps_apart_and_evaluations_within_an_epoch_and_after_the_run():
     assert_equal(module.seen[-2:-1], module.seen[-1:])
 
 
-def test_what_never_began_is_said(caplog):
-    fit(Net(), SWA(7))
-    assert "SWA averaged nothing: the run ended before start=7" in caplog.text
-
-
 @each("wrong", [{"start": 1.0}, {"start": -1}, {"start": True}, {"every": 0}, {"update_bn": 1}])
 def test_arguments_that_cannot_be_are_refused(wrong):
     with raises_at(ArgumentError, f"SWA({next(iter(wrong))}=...)"):
         SWA(**wrong)
 
 
-class Stream(IterableDataset):
-    def __iter__(self):
-        points = make_points(ROWS)
-        return (points[index] for index in range(ROWS))
-
-
 def test_statistics_that_cannot_be_computed_again_are_refused():
     def train(module, **arguments):
         make_trainer({"max_steps": 4, "epochs": -1, "batch_size": 4}, callbacks=SWA(0, **arguments)).fit(
-            module, Stream()
+            module, Stream(make_points(ROWS))
         )
 
     with raises_at(ArgumentError, "batch norm statistics"):

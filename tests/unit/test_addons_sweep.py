@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from accmt import Callback, LambdaCallback, Sweep, Trainer, read_files
 from accmt.addons.fork.lineage import find_parent
-from accmt.addons.sweep.results import LiveTable, write_table
+from accmt.addons.sweep.results import write_table
 from accmt.addons.sweep.spec import grid_of
 from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy, perturb
 from accmt.addons.sweep.worker import share_of
@@ -334,15 +334,6 @@ def test_failed_trials_do_not_end_a_sweep_unless_several_in_a_row_fail():
     assert [one.state for one in repaired.trials] == ["complete"] * 2
 
 
-def test_an_error_after_fit_is_shown(caplog: pytest.LogCaptureFixture):
-    def run() -> None:
-        train()
-        raise RuntimeError("no such plot")
-
-    assert make(trials=1).run(run).trials[0].state == "complete"
-    assert "trial 0: the function raised after fit: RuntimeError: no such plot" in caplog.text
-
-
 class NaN(Linear):
     def validation_step(self, batch: Any) -> torch.Tensor:
         return self.step(batch) * math.nan
@@ -440,24 +431,6 @@ def test_a_study_of_another_search_space_or_one_that_is_damaged_is_rejected(tmp_
     journal.mkdir()
     with raises_at(ArgumentError, "the study "):
         make(trials=3).run(train)
-
-
-def test_a_study_of_another_optuna_is_rejected():
-    make(trials=1).run(train)
-    study = SweepStudy(make().spec)
-    identity = study.storage.get_study_user_attrs(study._id)["accmt"]
-    study.storage.set_study_user_attr(study._id, "accmt", {**identity, "optuna": "4.2.0"})
-    with raises_at(ArgumentError, "the study of sweep 'toy' in "):
-        make(trials=2).run(train)
-
-
-def test_the_table_in_a_terminal_is_drawn_again_in_its_place(capsys: pytest.CaptureFixture[str]):
-    view = LiveTable()
-    make(trials=2).run(train, view=view)
-    view.show(make().result())
-    shown = capsys.readouterr().err
-    assert "2 complete; about" in shown
-    assert shown.count("\x1b[4A\x1b[J") == shown.count("val_loss  step") - 1  # each but the last is removed
 
 
 def test_cores_and_gpus_are_shared_out(monkeypatch: pytest.MonkeyPatch):

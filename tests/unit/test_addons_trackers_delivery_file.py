@@ -27,11 +27,6 @@ def test_no_file_and_a_damaged_one_are_no_delivery_file(tmp_path):
     assert DeliveryFile.read(tmp_path) is not None
 
 
-def test_a_folder_that_is_gone_stops_nothing(tmp_path):
-    DeliveryFile(tmp_path / "gone", "track", "run").save()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_new_run_of_a_tracker_gets_everything_from_its_first_line_on():
     account = Account(first=3, delivered=9, handed=12, status="FAILED", names={"a": "a"})
     account.restart()

@@ -146,20 +146,6 @@ def test_images_and_files_follow_the_rules_of_rows(media_history, rewinding, acc
     assert [line for line, row in rows if line >= replay.start and replay.is_media_wanted(line, row)] == expected
 
 
-def test_images_and_files_count_as_left(media_history):
-    assert count_rows_left(media_history, account(0)) == 4
-    assert count_rows_left(media_history, account(6)) == 1
-
-
-def test_deciding_goes_by_what_was_delivered_at_the_start(history):
-    own = account(11)
-    replay = Replay(history, own, WITHDRAWS)
-    own.delivered = 14
-    assert replay.is_new(12)
-    assert not replay.is_new(10)
-    assert list(delivered(history, replay)) == [12, 13, 14]
-
-
 def test_rows_left_are_those_that_count(history):
     assert count_rows_left(history, account(0)) == 9
     assert count_rows_left(history, account(9)) == 3

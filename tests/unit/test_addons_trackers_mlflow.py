@@ -1,4 +1,3 @@
-import logging
 import math
 import os
 import threading
@@ -7,7 +6,6 @@ import mlflow
 import pytest
 import urllib3
 from accelerate.state import PartialState
-from accelerate.tracking import MLflowTracker
 from mlflow.utils.validation import MAX_PARAM_VAL_LENGTH, _validate_metric_name, _validate_param_name
 
 from accmt.addons.trackers.delivery_state import Resume, Row
@@ -68,20 +66,6 @@ def test_names_are_cleaned_for_mlflow(name, cleaned):
     _validate_param_name(cleaned)
 
 
-def test_long_names_leave_room_for_a_digest():
-    assert len(clean_mlflow_name("x" * 400)) + len("_12345678") == 250
-
-
-@pytest.mark.parametrize("status", ["FINISHED", "FAILED", "KILLED"])
-def test_mlflow_runs_end_with_the_status_they_had(store, status):
-    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_name=status)
-    run.start()
-    assert read(store, run).info.status == "RUNNING"
-    run.finish(status)
-    assert read(store, run).info.status == status
-    assert mlflow.active_run() is None
-
-
 def test_the_right_run_ends_where_the_user_opened_another_inside(store):
     run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
     run.start()
@@ -93,12 +77,6 @@ def test_the_right_run_ends_where_the_user_opened_another_inside(store):
     assert read(store, run).data.metrics == {"loss": 1.0}
     assert mlflow.MlflowClient(store).get_run(inner.info.run_id).data.metrics == {}
     mlflow.end_run("KILLED")
-
-
-def test_what_is_no_number_is_left_out_of_the_metrics_and_named(store, run, caplog):
-    run.log({"loss": 1.0, "note": "x"}, 3)
-    assert read(store, run).data.metrics == {"loss": 1.0}
-    assert "MLflow accepts only numbers; skipping note" in caplog.text
 
 
 def test_long_parameters_are_cut_not_dropped(store, run):
@@ -146,11 +124,6 @@ def test_a_run_that_was_deleted_is_begun_anew_with_a_warning(store, caplog):
         second.finish()
         assert second.run_id not in (gone, None)
     assert len([message for message in caplog.messages if "was deleted" in message]) == 2
-
-
-def test_a_run_id_of_the_users_own_that_is_wrong_is_an_error(store):
-    with pytest.raises(mlflow.exceptions.MlflowException, match="not found"):
-        MLFlowRun(store, is_quiet=True, experiment_name="adapters", run_id="0" * 32).start()
 
 
 def test_a_preempted_run_is_killed_to_mlflow_and_has_the_true_word_in_a_tag(store):
@@ -206,15 +179,6 @@ def test_the_environment_is_as_before_when_the_run_is_over(store):
     assert mlflow.get_tracking_uri() == store
 
 
-def test_the_users_number_of_retries_is_kept(store, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")
-    run = MLFlowRun(store, is_quiet=True, experiment_name="adapters")
-    run.start()
-    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
-    run.finish()
-    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "3"
-
-
 def test_a_dead_server_is_noticed_at_once_and_leaves_no_environment(monkeypatch):
     tries, before = [], dict(os.environ)
     connect = urllib3.util.connection.create_connection
@@ -226,30 +190,6 @@ def test_a_dead_server_is_noticed_at_once_and_leaves_no_environment(monkeypatch)
     assert dict(os.environ) == before
 
 
-@pytest.mark.parametrize("is_quiet", [True, False])
-def test_a_start_hushes_mlflows_store_and_a_quiet_one_all_of_it(store, monkeypatch, is_quiet):
-    of_store, of_run = (logging.getLogger(f"mlflow.{name}") for name in ("store.db.utils", "tracking.fluent"))
-    heard = []
-    start = MLflowTracker.start
-
-    def listen(run):
-        heard.extend(logger.isEnabledFor(logging.INFO) for logger in (of_store, of_run))
-        start(run)
-
-    monkeypatch.setattr(MLflowTracker, "start", listen)
-    run = MLFlowRun(store, is_quiet=is_quiet, experiment_name="quiet")
-    run.start()
-    assert ("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT" in os.environ) == is_quiet
-    run.finish()
-    assert heard == [False, not is_quiet]
-    assert of_store.isEnabledFor(logging.INFO)
-
-
-def test_mlflow_keeps_a_folders_runs_in_one_database(tmp_path):
-    uri = MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r"))
-    assert uri == f"sqlite:///{tmp_path}/mlflow.db"
-
-
 @pytest.mark.parametrize("name", ["feature%2Fx", "what?", "a#b c", "100%"])
 def test_the_database_of_a_folder_whose_name_has_a_meaning_in_urls_is_in_it(tmp_path, name):
     from sqlalchemy import make_url
@@ -259,23 +199,11 @@ def test_the_database_of_a_folder_whose_name_has_a_meaning_in_urls_is_in_it(tmp_
     assert make_url(MLFlow().dashboard_command(RunPlace(str(folder), "t", "r"))[-1]).database == f"{folder}/mlflow.db"
 
 
-def test_mlflow_takes_a_url_as_tracking_uri():
-    assert MLFlow().tracking_uri(RunPlace("localhost:5000", "t", "r")) == "http://localhost:5000"
-
-
 def test_the_environments_tracking_uri_wins_over_the_default_folder_only(monkeypatch, tmp_path):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://from-environment")
     assert MLFlow().tracking_uri(RunPlace("logs", "t", "r")) == "http://from-environment"
     assert MLFlow().tracking_uri(RunPlace(str(tmp_path), "t", "r")).startswith("sqlite:///")
     assert MLFlow().tracking_uri(RunPlace("http://given", "t", "r")) == "http://given"
-
-
-def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
-    place = RunPlace(str(tmp_path), "t", "r")
-    expected = ["mlflow", "ui", "--backend-store-uri", f"sqlite:///{tmp_path}/mlflow.db"]
-    assert MLFlow().dashboard_command(place) == expected
-    assert MLFlow().dashboard_command(RunPlace("logs", "t", "r"))[-1] == "sqlite:///logs/mlflow.db"
-    assert MLFlow().dashboard_command(RunPlace("http://host", "t", "r")) == []
 
 
 def test_a_fork_is_a_child_of_its_parent(store, tmp_path, monkeypatch):

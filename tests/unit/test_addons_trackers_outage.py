@@ -4,7 +4,7 @@ import pytest
 import requests
 
 from accmt.addons.trackers import spec
-from accmt.addons.trackers.spec import Outage, is_outage, name_error
+from accmt.addons.trackers.spec import Outage, is_outage
 
 
 def chained(cause):
@@ -71,27 +71,3 @@ def test_an_outage_is_told_once_and_its_end_once(caplog):
     assert "ConnectionError: refused" in warning
     assert "rows wait in history.jsonl" in warning
     assert "the tracker mlflow accepts rows again" in end
-
-
-def test_a_failure_or_two_are_not_worth_a_word(caplog):
-    caplog.set_level(logging.INFO, logger="accmt")
-    one = Outage("mlflow", "history.jsonl")
-    for _ in range(5):
-        one.count(ConnectionError())
-        one.count(ConnectionError())
-        one.end()
-    assert caplog.messages == []
-
-
-def test_an_outage_at_the_start_is_told_at_once_and_not_again(caplog):
-    one = Outage("mlflow", "history.jsonl")
-    one.announce(TimeoutError("no answer within 10 s"))
-    for _ in range(9):
-        one.count(ConnectionError())
-    (warning,) = caplog.messages
-    assert "no answer within 10 s" in warning
-
-
-def test_long_errors_are_cut():
-    assert name_error(ValueError("short\ntext")) == "ValueError: short text"
-    assert len(name_error(ValueError("word " * 1000))) <= 200

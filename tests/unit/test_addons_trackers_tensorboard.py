@@ -21,11 +21,6 @@ def test_tensorboard_keeps_the_configuration_in_the_runs_own_event_file(tmp_path
     PartialState._reset_state()
 
 
-def test_the_dashboard_is_started_on_the_folder_of_all_runs(tmp_path):
-    place = RunPlace(str(tmp_path), "t", "r")
-    assert TensorBoard().dashboard_command(place) == ["tensorboard", "--logdir", str(tmp_path)]
-
-
 def test_a_further_event_file_is_read_after_those_that_are_there(tmp_path, monkeypatch):
     seconds, place = iter([100.2, 100.9, 101.0]), RunPlace(str(tmp_path), "track", "run")
     folder = place.run_folder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accmt import AcceleratorModule, HyperParameters, Trainer
+from accmt import AcceleratorModule
 from accmt.addons.tuning import find_batch_size, suggest_rate
 from accmt.errors import ArgumentError
 from tests.raising import raises_at
@@ -128,28 +128,6 @@ def test_a_diverging_loss_ends_the_search(tmp_path: Path) -> None:
     found = trainer.tune(Linear(), make_points(64), lr=True, highest_lr=1e6)
     assert len(found.curve) < 100
     assert all(torch.isfinite(torch.tensor(loss)) for _, loss in found.curve)
-
-
-def test_nothing_asked_for_is_nothing_done(tmp_path: Path) -> None:
-    trainer = make_trainer({}, str(tmp_path / "model"))
-    found = trainer.tune(Linear(), make_points())
-    assert (found.batch_size, found.lr, found.curve) == (None, None, ())
-    assert trainer.hps == HyperParameters.from_config(make_trainer().hps.to_dict())
-
-
-def test_a_wrong_search_is_refused(tmp_path: Path) -> None:
-    with raises_at(ArgumentError, "Trainer.tune(batch_size=...)"):
-        make_trainer({}, str(tmp_path / "model")).tune(Linear(), make_points(), batch_size="best")  # type: ignore[arg-type]
-
-
-def test_a_batch_size_is_not_looked_for_where_documents_are_packed(tmp_path: Path) -> None:
-    trainer = make_trainer({"packing": True, "max_tokens": 64}, str(tmp_path / "model"))
-    with raises_at(ArgumentError, "Trainer.tune(batch_size=...)"):
-        trainer.tune(Linear(), make_points(), batch_size="power")
-
-
-def test_a_trainer_has_all_six_methods() -> None:
-    assert all(callable(getattr(Trainer, name)) for name in ("__init__", "fit", "validate", "test", "predict", "tune"))
 
 
 @pytest.mark.parametrize("mode", [True, False])

@@ -1,14 +1,8 @@
 import pytest
 
-from accmt.callbacks import Callback, Hooks, LambdaCallback, MainProcessCallback, find_hooks
+from accmt.callbacks import Hooks, LambdaCallback
 from accmt.errors import ModuleContractError
 from tests.raising import raises_at
-
-
-def test_a_callback_without_methods_has_no_hooks_and_the_order_zero():
-    assert find_hooks(Callback()) == {}
-    assert find_hooks(MainProcessCallback()) == {}
-    assert Callback().order == MainProcessCallback().order == 0
 
 
 def test_a_callback_of_functions_calls_them_with_the_keywords_that_they_name():
@@ -33,8 +27,3 @@ def test_a_callback_of_functions_takes_builtins():
 def test_a_callback_of_functions_refuses_what_is_no_hook(name, nearest):
     with raises_at(ModuleContractError, f"LambdaCallback.{name}", do=f"did you mean {nearest}?"):
         LambdaCallback(**{name: lambda: None})
-
-
-def test_a_callback_of_functions_refuses_a_result_in_the_place_of_a_function():
-    with raises_at(ModuleContractError, "LambdaCallback(on_epoch_end=...)"):
-        LambdaCallback(on_epoch_end=None)

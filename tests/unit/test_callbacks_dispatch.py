@@ -37,17 +37,6 @@ def test_callbacks_run_by_order_and_equal_ones_as_they_were_given():
     assert names == ["b", "c", "e", "f", "a", "d"]
 
 
-def test_ord_is_another_name_of_order_where_other_names_are_taken():
-    names = []
-
-    def make(name, order):
-        methods = {"ord": order, "after_epoch": lambda self: names.append(name)}
-        return type("Made", (OtherHookNames, Callback), methods)()
-
-    told(Hooks([make(n, o) for n, o in [("a", 5), ("b", -1), ("c", 0)]]), "on_epoch_end")
-    assert names == ["b", "c", "a"]
-
-
 def test_an_order_of_the_module_that_means_something_else_is_not_ours():
     names = []
     module = make_callback(AcceleratorModule, order="ascending", on_epoch_end=lambda self: names.append("module"))
@@ -86,12 +75,6 @@ def test_hooks_take_any_of_the_keywords_of_the_table():
     assert both == {"batch": batch, "outputs": outputs}
 
 
-def test_a_hook_that_takes_all_keywords_is_called_without_a_detour():
-    callback = make_callback(on_log=lambda self, values, step: None, on_epoch_end=lambda self: None)
-    hooks = find_hooks(callback)
-    assert hooks == {"on_log": [callback.on_log], "on_epoch_end": [callback.on_epoch_end]}
-
-
 @pytest.mark.parametrize(
     "wrong", [lambda self, loss: None, lambda self, loss, **data: None, lambda self, batch, /: None]
 )
@@ -100,11 +83,6 @@ def test_a_parameter_that_nothing_fills_is_an_error_that_shows_the_line_to_write
         ModuleContractError, "Made.on_after_training_step", do="def on_after_training_step(self, batch, outputs)"
     ):
         Hooks([make_callback(on_after_training_step=wrong)])
-
-
-def test_a_hook_without_keywords_says_so():
-    with raises_at(ModuleContractError, "Made.on_epoch_end"):
-        Hooks([make_callback(on_epoch_end=lambda self, epoch: None)])
 
 
 @each("kind", [Callback, AcceleratorModule, object])
@@ -128,20 +106,6 @@ def test_what_only_looks_like_a_hook_is_none():
     for name, value in zip(names, values, strict=True):
         setattr(module, name, value)
     assert find_hooks(module) == {}
-
-
-def test_a_property_is_not_asked_before_it_can_answer():
-    class Module(AcceleratorModule):
-        @property
-        def on_main_device(self):
-            return self.device.type
-
-    assert find_hooks(Module()) == {}
-
-
-def test_methods_that_do_not_begin_like_a_hook_are_free():
-    methods = {"helper": lambda self, x: x, "_on_fit_begin": lambda self: None, "epoch_end": lambda self: None}
-    assert find_hooks(make_callback(**methods)) == {}
 
 
 def test_a_hook_defined_under_several_names_is_called_under_each():
@@ -172,14 +136,6 @@ def test_every_hook_is_called_with_the_keywords_of_its_row():
     for name, keywords in HOOKS.items():
         told(hooks, name, **dict.fromkeys(keywords))
     assert seen == HOOKS
-
-
-def test_one_callback_several_or_none_may_be_given():
-    callback = Callback()
-    assert build_callbacks(None) == []
-    assert build_callbacks(callback) == [callback]
-    assert build_callbacks([callback, callback]) == [callback, callback]
-    assert build_callbacks((callback,)) == [callback]
 
 
 @pytest.mark.parametrize("value", [MainProcessCallback, [Callback(), MainProcessCallback]])

@@ -86,6 +86,7 @@ def train(folder: Path, *, compiling: Any = COMPILE, data: Any = None, hps: Any 
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [64, None])
 def test_lengths_are_rounded_up_and_each_needs_one_graph(tmp_path: Path, max_tokens: int | None) -> None:
     before = count_graphs()
@@ -121,6 +122,7 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(hidden))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # of the compiler's own look at its inputs
 def test_repeated_layers_share_their_graphs_and_keep_their_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +145,7 @@ def test_a_model_that_repeats_no_layers_has_no_regions(tmp_path: Path) -> None:
         train(tmp_path, compiling={"backend": "eager", "regional": True})
 
 
+@pytest.mark.slow
 def test_the_budget_counts_rounded_lengths(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     data = [Texts()[index] for index in range(45)]
@@ -151,6 +154,7 @@ def test_the_budget_counts_rounded_lengths(tmp_path: Path, caplog: pytest.LogCap
     assert "correct the lengths" not in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [2, 11])
 def test_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, after: int) -> None:
     settings = {"checkpoint_every": "1 step"}
@@ -164,6 +168,7 @@ def test_a_resumed_run_has_the_bits_of_an_unbroken_one(tmp_path: Path, after: in
         assert torch.equal(expected, got)
 
 
+@pytest.mark.slow
 def test_a_users_loader_is_rounded_with_a_budget(tmp_path: Path) -> None:
     module = train(tmp_path, data=DataLoader(Texts(), 16, collate_fn=Padder()), collate_fn=None)
     assert {width for _, width in module.shapes} <= {8, 16, 24}
@@ -190,16 +195,3 @@ def test_a_copy_of_the_collate_function_is_changed() -> None:
 def test_a_collate_function_that_cannot_round_is_rejected(collate: Any, got: str) -> None:
     with raises_at(ArgumentError, 'Trainer(compile={"buckets": 8}): the collate function'):
         in_buckets(collate, 8)
-
-
-def test_another_multiple_is_rejected() -> None:
-    own = Padder()
-    own.pad_to_multiple_of = 5
-    with raises_at(ArgumentError, 'Trainer(compile={"buckets": 8}): the collate function'):
-        in_buckets(own, 8)
-
-
-@pytest.mark.parametrize("value", [0, 2.5, "64", True])
-def test_buckets_that_are_no_length_are_rejected(tmp_path: Path, value: Any) -> None:
-    with raises_at(ArgumentError, 'Trainer(compile={"buckets": ...})'):
-        Trainer({"epochs": 1, "batch_size": 1, "optim": "SGD"}, tmp_path, compile={"buckets": value})

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from accmt import AcceleratorModule, Callback
-from accmt.addons import monitor
-from accmt.addons.monitor import PEAKS, PURPOSES, GpuUse, Stopwatch, StopwatchOfCallbacks, Use
+from accmt.addons.monitor import PURPOSES, GpuUse
 from accmt.tracking import read_history
-from tests.slow import SlowData, SlowLinear, Ticks
+from tests.slow import SlowData, SlowLinear
 from tests.tables import each
 from tests.toys import Linear, logged, make_points, make_trainer
 
@@ -43,17 +42,6 @@ FIELDS = {
 def test_each_field_adds_exactly_its_values_to_rows_of_training(field, names):
     trainer = fit([field], val=4)
     assert [set(row) for row in rows(trainer)] == [{"train_loss", *names}] * 4 + [{"val_loss"}]
-
-
-def test_rows_of_evaluations_are_known_even_where_both_losses_have_one_name():
-    trainer = fit({"epoch": True, "validation_loss": False}, val=4, val_loss_metric_name="train_loss")
-    assert [set(row) for row in rows(trainer)] == [{"train_loss", "epoch"}] * 4
-    trainer = fit({"epoch": True, "train_loss": False}, val=4, val_loss_metric_name="train_loss")
-    assert [set(row) for row in rows(trainer)] == [{"epoch"}] * 4 + [{"train_loss"}]
-
-
-def test_without_a_monitor_nothing_is_added():
-    assert [set(row) for row in rows(fit(None, val=4))] == [{"train_loss"}] * 4 + [{"val_loss"}]
 
 
 @pytest.mark.parametrize("sets", [[""], ["__en", "__de"]], ids=["one set", "two sets"])
@@ -115,15 +103,6 @@ def test_the_gradient_norm_under_accumulation_is_that_of_the_whole_window():
     assert logged(trainer, "grad_norm") == [(1, pytest.approx(expected_norm(2, 5, points=5), rel=1e-5))]
 
 
-def test_norms_are_taken_of_updates_that_end_a_row_only(monkeypatch):
-    taken = []
-    real = nn.utils.get_total_norm
-    monkeypatch.setattr(nn.utils, "get_total_norm", lambda *args: taken.append(1) or real(*args))
-    trainer = fit(["grad_norm"], log_every=3)
-    assert len(taken) == 2
-    assert [step for step, _ in logged(trainer, "grad_norm")] == [3, 4]
-
-
 def test_a_row_has_the_norm_of_the_update_that_ends_it():
     every = dict(logged(fit(["grad_norm"], {"epochs": 2}, log_every=1), "grad_norm"))
     assert len(set(every.values())) == 8
@@ -131,10 +110,6 @@ def test_a_row_has_the_norm_of_the_update_that_ends_it():
         shown = logged(fit(["grad_norm"], {"epochs": 2}, log_every=log_every), "grad_norm")
         assert {step for step, _ in shown} >= set(range(log_every, 9, log_every))
         assert shown == [(step, every[step]) for step, _ in shown]
-
-
-def test_a_row_at_the_end_of_each_epoch_has_a_norm_too():
-    assert [step for step, _ in logged(fit(["grad_norm"], {"epochs": 2}, log_every=-1), "grad_norm")] == [4, 8]
 
 
 def test_epochs_have_a_fraction():
@@ -175,24 +150,6 @@ def test_all_time_is_somewhere(clock):
     assert total == clock.now - 6 - 6  # the trial evaluation, and the one after the last row
 
 
-def test_saving_counts_as_saving(clock):
-    stopwatch = Stopwatch()
-    others = StopwatchOfCallbacks(stopwatch)
-    stopwatch.on_fit_start()
-    others.on_fit_start()
-    stopwatch.on_evaluation_start()
-    others.on_evaluation_start()
-    clock.now += 3
-    stopwatch.on_evaluation_end()
-    clock.now += 5
-    stopwatch.on_save_model()
-    others.on_save_model()
-    clock.now += 7
-    stopwatch.on_save_checkpoint()
-    assert stopwatch.seconds == {"data": 0, "compute": 0, "evaluation": 3, "saving": 12, "other": 0}
-    assert stopwatch.training_s == 0
-
-
 class Tokens(AcceleratorModule):
     def __init__(self):
         self.model = nn.Embedding(10, 1)
@@ -218,24 +175,6 @@ def test_memory_and_use_are_plausible():
     assert row["CPU_PROCESS_0"] == pytest.approx(psutil.Process().memory_info().rss / 1e9, rel=0.5)
     assert 0 <= row["CPU"] <= 100
     assert 0 < row["RAM"] <= 100
-
-
-def test_use_is_looked_at_twice_a_second_at_most(monkeypatch):
-    now = Ticks()
-    monkeypatch.setattr(monitor, "monotonic", now)
-
-    class Counted(Use):
-        looks = 0
-
-        def look(self):
-            self.looks += 1
-            return {"x": float(self.looks)}
-
-    use = Counted()
-    seen = []
-    for now.now in (0, 0.1, 0.49, 0.51, 0.7, 2):  # noqa: B020 - the clock is moved
-        seen.append(use.measure()["x"])
-    assert seen == [1, 1, 1, 2, 2, 3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -326,26 +265,6 @@ def test_an_unknown_peak_is_warned_about(caplog):
     trainer = fit(["mfu"])
     assert "the peak FLOPS of cpu are unknown" in caplog.text
     assert set(rows(trainer)[0]) == {"train_loss"}
-
-
-@each(
-    ("device", "peak"),
-    [("NVIDIA H200", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA A10", 125e12), ("NVIDIA L4", 121e12)],
-)
-def test_peaks_are_found_by_the_device_name(device, peak):
-    assert next(value for part, value in PEAKS.items() if part in device) == peak
-
-
-def test_a_count_that_an_error_interrupts_is_ended():
-    from torch.utils._python_dispatch import _get_current_dispatch_mode
-
-    class Failing(Linear):
-        def training_step(self, batch):
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        fit({"mfu": 1e9}, module=Failing())
-    assert _get_current_dispatch_mode() is None
 
 
 def test_a_checkpoint_makes_a_row():

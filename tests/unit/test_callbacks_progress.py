@@ -1,13 +1,11 @@
 import io
 import re
-import threading
 from time import sleep
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from accmt.callbacks.callback import find_hooks
 from accmt.callbacks.progress import ProgressBar, draw_batches
 from accmt.state import TrainingState
 from tests.slow import Ticks
@@ -51,11 +49,6 @@ def train(bar, updates, *, seconds=0.0, samples=8):
         bar.state.global_step += 1
         bar.state.samples_seen += samples
         bar.on_update_end()
-
-
-def test_its_methods_are_hooks():
-    evaluation = {"on_evaluation_start", "on_after_validation_step", "on_evaluation_end"}
-    assert set(find_hooks(ProgressBar())) == evaluation | {"on_fit_start", "on_update_end", "on_log", "on_fit_end"}
 
 
 def test_a_terminal_shows_loss_lr_speed_and_time_left():
@@ -118,24 +111,6 @@ def test_without_a_terminal_a_line_is_logged_every_so_often(monkeypatch, caplog)
     assert len(caplog.messages) == 4
 
 
-@pytest.mark.parametrize(
-    ("is_stderr", "no_colour", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
-)
-def test_colours_are_for_terminals_of_people_who_want_them(is_stderr, no_colour, expected, monkeypatch):
-    """A notebook shows the line as HTML, where they would be signs; https://no-color.org says who wants none."""
-    stream = Terminal()
-    monkeypatch.setattr("sys.stderr", stream if is_stderr else Terminal())
-    bar = make(None if is_stderr else stream)
-    with pytest.MonkeyPatch.context() as patch:  # undone before the guard against changed environments looks
-        patch.delenv("NO_COLOR", raising=False)
-        if no_colour:
-            patch.setenv("NO_COLOR", "1")
-        bar.on_fit_start()
-    train(bar, 1)
-    bar.on_fit_end()
-    assert ("\x1b[" in stream.getvalue()) is expected
-
-
 class BestOfBar(ProgressBar):
     """Keeps what it shows of the best value, after each evaluation."""
 
@@ -167,16 +142,6 @@ def test_a_best_value_is_saved_only_where_its_own_rule_saved_it_also_after_a_res
     assert shown == [*first, "best valid_loss 0.125 saved at 3", "best valid_loss 0.125 saved at 3"]
 
 
-def test_an_evaluation_without_data_is_not_shown():
-    stream = Terminal()
-    bar = make(stream, validates=False)
-    bar.on_fit_start()
-    bar.on_evaluation_start()
-    bar.on_evaluation_end(metrics={})
-    bar.on_fit_end()
-    assert "evaluating" not in stream.getvalue()
-
-
 def test_a_long_evaluation_shows_its_batches():
     stream = Terminal()
     bar = make(stream)
@@ -189,17 +154,6 @@ def test_a_long_evaluation_shows_its_batches():
     bar.on_fit_end()
 
 
-def test_without_a_terminal_nothing_is_drawn():
-    stream = io.StringIO()
-    bar = make(stream)
-    bar.on_fit_start()
-    train(bar, 3)
-    bar.on_evaluation_start()
-    bar.on_evaluation_end(metrics={"val_loss": 1.0})
-    bar.on_fit_end()
-    assert stream.getvalue() == ""
-
-
 def test_asked_for_it_is_drawn_anywhere_and_refused_nowhere():
     plain, terminal = io.StringIO(), Terminal()
     for stream, enable in ((plain, True), (terminal, False)):
@@ -209,16 +163,6 @@ def test_asked_for_it_is_drawn_anywhere_and_refused_nowhere():
         bar.on_fit_end()
     assert "1/100" in plain.getvalue()
     assert terminal.getvalue() == ""
-
-
-def test_stderr_is_looked_up_when_the_run_starts(capsys):
-    bar = make(None, enable=True)
-    bar.on_fit_start()
-    train(bar, 1)
-    bar.on_fit_end()
-    captured = capsys.readouterr()
-    assert "1/100" in captured.err
-    assert captured.out == ""
 
 
 def test_speed_is_measured_over_samples_and_leaves_evaluations_out(monkeypatch):
@@ -242,28 +186,6 @@ def test_speed_is_measured_over_samples_and_leaves_evaluations_out(monkeypatch):
     assert set(re.findall(r"samples/s (\S+)", stream.getvalue())) == {"20"}
 
 
-def test_a_continued_run_starts_where_it_was():
-    stream = Terminal()
-    bar = make(stream)
-    bar.state.global_step, bar.state.samples_seen = 40, 10**9
-    bar.on_fit_start()
-    train(bar, 2, seconds=0.001)
-    bar.on_fit_end()
-    last = stream.getvalue().split("\r")[-1]
-    assert "42/100" in last
-    speed = float(re.search(r"samples/s ([\d.e+]+)", last).group(1))
-    assert speed < 1e5
-
-
-def test_a_run_without_a_known_end_counts_only():
-    stream = Terminal()
-    bar = make(stream, total=float("inf"))
-    bar.on_fit_start()
-    train(bar, 5)
-    bar.on_fit_end()
-    assert "5 steps 00:00" in stream.getvalue()
-
-
 def test_evaluations_are_announced_and_their_results_stay():
     stream = Terminal()
     bar = make(stream)
@@ -278,77 +200,6 @@ def test_evaluations_are_announced_and_their_results_stay():
     assert "evaluating" not in last
 
 
-def test_shown_values_replace_their_former_ones():
-    stream = Terminal()
-    bar = make(stream)
-    bar.on_fit_start()
-    bar.show({"grad_norm": 7.0})
-    bar.show({"grad_norm": 9.0})
-    bar.on_fit_end()
-    last = stream.getvalue().split("\r")[-1]
-    assert "grad_norm 9" in last
-    assert "grad_norm 7" not in last
-
-
-def test_a_second_fit_forgets_the_first():
-    bar = make(Terminal())
-    bar.on_fit_start()
-    bar.on_log(values={"train_loss": 1.25})
-    bar.on_fit_end()
-    bar._stream = second = Terminal()
-    bar.state = TrainingState()
-    bar.on_fit_start()
-    bar.on_fit_end()
-    assert "loss" not in second.getvalue()
-
-
-def test_several_optimizers_show_no_single_lr():
-    stream = Terminal()
-    bar = make(stream)
-    bar.module.optimizer = [bar.module.optimizer, bar.module.optimizer]
-    bar.on_fit_start()
-    train(bar, 1)
-    bar.on_fit_end()
-    assert "lr " not in stream.getvalue()
-
-
-def test_it_draws_ten_times_a_second(monkeypatch):
-    clock = Ticks()
-    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", clock)
-    stream = Terminal()
-    bar = make(stream, total=10**6)
-    bar.on_fit_start()
-    before = stream.getvalue().count("\r")
-    for _ in range(350):
-        clock.now += 1 / 1024
-        train(bar, 1)
-    assert stream.getvalue().count("\r") - before == 4
-    bar.on_fit_end()
-
-
-def test_it_starts_no_thread():
-    before = threading.active_count()
-    bar = make(Terminal())
-    bar.on_fit_start()
-    train(bar, 3)
-    assert threading.active_count() == before
-    bar.on_fit_end()
-
-
-def test_an_update_that_draws_nothing_costs_a_look_at_the_clock(monkeypatch):
-    looks = []
-    monkeypatch.setattr("accmt.callbacks.progress.perf_counter", lambda: looks.append(None) or 0.0)
-    bar = make(Terminal())
-    bar.on_fit_start()
-    train(bar, 1)
-    looks.clear()
-    bar._next_drawing = 60
-    bar.state = bar.module = bar.trainer = bar._display = None  # nothing else is looked at
-    for _ in range(1000):
-        bar.on_update_end()
-    assert len(looks) == 1000
-
-
 def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
     stream = Terminal()
     micro_batches = draw_batches(iter(range(12)), enable=None, text="validate en", total=12, stream=stream)
@@ -357,27 +208,3 @@ def test_an_evaluation_by_hand_shows_its_batches_on_a_terminal():
     assert last.startswith("validate en: 100%")
     assert "12/12" in last
     assert "batches/s" in last
-
-
-def test_parts_of_batches_count_as_the_batches_that_they_finish():
-    stream = Terminal()
-    parts = draw_batches(iter([0, 0, 5, 0, 7]), enable=None, text="test", total=12, stream=stream, count=int)
-    assert list(parts) == [0, 0, 5, 0, 7]
-    assert "12/12" in stream.getvalue().split("\r")[-1]
-
-
-@pytest.mark.parametrize(
-    ("enable", "is_terminal", "is_drawn"), [(None, False, False), (False, True, False), (True, False, True)]
-)
-def test_it_is_drawn_where_the_bar_of_training_is(enable, is_terminal, is_drawn):
-    stream = Terminal() if is_terminal else io.StringIO()
-    assert list(draw_batches(iter([1, 2]), enable=enable, text="test", total=None, stream=stream)) == [1, 2]
-    assert ("2 batches [" in stream.getvalue()) is is_drawn
-
-
-def test_an_evaluation_that_fails_leaves_the_terminal_at_a_new_line():
-    stream = Terminal()
-    micro_batches = draw_batches(iter(range(12)), enable=None, text="test", total=12, stream=stream)
-    next(micro_batches)
-    micro_batches.close()
-    assert stream.getvalue().endswith("\n")

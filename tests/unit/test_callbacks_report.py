@@ -10,7 +10,7 @@ import torch
 
 from accmt import Metric
 from tests.resume.unbroken import train
-from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
+from tests.toys import Numbers, Scripted, make_trainer
 
 
 def lines(caplog) -> list[str]:
@@ -24,12 +24,6 @@ def test_each_evaluation_is_told_in_one_line(caplog):
         "step 2 of 4, epoch 1:  train_loss 3.5             val_loss 0.5",
         "step 4 of 4, epoch 2:  train_loss 3.5     =       val_loss 0.25    ↓ best",
     ]
-
-
-def test_the_number_of_an_epoch_stands_in_a_column(caplog):
-    make_trainer({"epochs": 10, "batch_size": 4}, verbose=True).fit(Scripted(), Numbers(4), Numbers(2))
-    heads = [line.partition(":")[0] for line in lines(caplog)]
-    assert heads[8:] == ["step  9 of 10, epoch  9", "step 10 of 10, epoch 10"]
 
 
 class Score(Metric):
@@ -75,11 +69,6 @@ def test_a_continued_run_is_compared_with_the_values_before_it(caplog):
 def test_without_validation_data_the_training_loss_is_told(caplog):
     make_trainer({"batch_size": 4}, verbose=True).fit(Scripted(), Numbers(4))
     assert lines(caplog) == ["step 1 of 1, epoch 1:  train_loss 1.5"]
-
-
-def test_nothing_is_told_where_silence_was_asked_for(caplog):
-    make_trainer(verbose=False).fit(Linear(), make_points(), make_points())
-    assert lines(caplog) == []
 
 
 class Growing(Scripted):

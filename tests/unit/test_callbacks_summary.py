@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import re
 
-import pytest
 from torch import nn
-from torch.utils.data import IterableDataset
 
-from accmt.callbacks.console import MAX_LINES, _write_time, summarize
-from accmt.errors import ArgumentError
-from tests.raising import raises_at
-from tests.tables import each
-from tests.toys import Linear, make_points, make_trainer
+from accmt.callbacks.console import summarize
+from tests.toys import Linear, Stream, make_points, make_trainer
 
 
 def test_the_table_counts_parameters_shared_ones_once():
@@ -44,12 +39,6 @@ def test_parts_of_parts_are_shown_to_the_depth_that_is_asked_for(caplog):
         assert "4" in table.splitlines()[-2].split()
 
 
-@pytest.mark.parametrize("depth", [-2, "2", 1.0])
-def test_what_is_no_depth_is_refused(depth):
-    with raises_at(ArgumentError, "Trainer(enable_model_summary=...)"):
-        make_trainer(enable_model_summary=depth)
-
-
 def test_the_table_is_said_at_the_start_if_asked_for(caplog):
     for asked in (False, True):
         make_trainer(enable_model_summary=asked, verbose=True).fit(Linear(), make_points(2))
@@ -57,14 +46,10 @@ def test_the_table_is_said_at_the_start_if_asked_for(caplog):
 
 
 def test_a_line_at_the_start_says_what_is_trained_on_what(caplog):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(make_points(4))
-
     settings = {"verbose": True, "seed": 3, "limit_batches": {"train": 3}, "grad_accumulation_steps": 2}
     module = Linear()
     module.model.bias.requires_grad_(False)
-    data = {"a": make_points(3), "b": Stream()}
+    data = {"a": make_points(3), "b": Stream(make_points(4))}
     make_trainer({"epochs": 2, "batch_size": 2}, **settings).fit(module, make_points(9), data)
     start = "1 process on cpu, mixed precision no, seed 3; 3 of 4 parameters trained; "
     start += "training: 6 samples in 3 batches; "
@@ -98,33 +83,3 @@ def test_the_samples_per_second_of_a_run_that_goes_on_are_those_of_this_part(cap
     for epochs, samples in ((3, 24), (4, 8), (6, 16)):
         make_trainer({"epochs": epochs}, **settings).fit(Linear(), make_points(8))
         assert f"4.0 s, {samples / 4:.1f} samples/s" in caplog.messages[-1]
-
-
-def test_a_run_that_fails_says_so(caplog):
-    class Failing(Linear):
-        def training_step(self, batch):
-            raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        make_trainer(verbose=True).fit(Failing(), make_points(4))
-    assert "status  failed" in caplog.messages[-1]
-
-
-def test_verbose_false_says_nothing(caplog):
-    make_trainer(verbose=False).fit(Linear(), make_points(4))
-    assert caplog.messages == []
-
-
-def test_many_metrics_stay_in_their_line(caplog):
-    class Many(Linear):
-        def validation_step(self, batch):
-            return {"loss": self.step(batch), **{f"metric_{number}": number for number in range(20)}}
-
-    make_trainer(verbose=True).fit(Many(), make_points(4), make_points(4))
-    assert "and 15 more" in caplog.messages[-1]
-    assert len(caplog.messages[-1].splitlines()) <= MAX_LINES
-
-
-@each(("seconds", "text"), [(0.04, "0.0 s"), (59.94, "59.9 s"), (61, "1 min 01 s"), (3725, "1 h 02 min 05 s")])
-def test_times_are_written_for_people(seconds, text):
-    assert _write_time(seconds) == text

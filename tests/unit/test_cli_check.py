@@ -15,7 +15,7 @@ from torch import nn
 from accmt.checkpoint.contents import StateCollector, write_state
 from accmt.checkpoint.retention import PIN_NAME
 from accmt.checkpoint.store import CheckpointStore
-from accmt.cli.main import COMMANDS, main
+from accmt.cli.main import main
 from tests.checkpoints import delete, empty, flip, grow, save_with, truncate, write_version
 
 INFO = {"epoch": 1, "samples_seen": 960, "best": {"loss": 0.25}, "run_name": "quick", "global_step": 7, "is_odd": True}
@@ -67,22 +67,6 @@ def all_times(folder):
     return {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.rglob("*")}
 
 
-def test_a_checkpoint_is_described(folder, capsys):
-    exit_code, printed = check(capsys, folder / "step-00000007")
-    assert exit_code == 0
-    first, *rows = printed.splitlines()
-    assert first == f"{folder / 'step-00000007'}: complete"
-    shown = dict(row.strip().split("  ", 1) for row in rows)
-    shown = {name: value.strip() for name, value in shown.items()}
-    assert shown["step"] == "7"
-    assert (shown["epoch"], shown["samples_seen"], shown["run_name"], shown["is_odd"]) == ("1", "960", "quick", "True")
-    assert "best" not in shown
-    assert shown["tensors"] == "20; those of the model have 33 values"
-    assert shown["written"].endswith("by 1 process(es), 1 thread(s) each")
-    assert torch.__version__ in shown["versions"]
-    assert shown[TENSORS] == f"{(folder / 'step-00000007' / TENSORS).stat().st_size:,} bytes"
-
-
 def test_numbers_are_those_of_the_state(folder, capsys):
     exit_code, found = check_json(capsys, folder / "step-00000007")
     (one,) = found["checkpoints"]
@@ -129,15 +113,6 @@ def test_a_damaged_file_is_named_with_what_is_wrong(name, damage, folder, capsys
     assert name in line
     assert told in line
     assert printed.endswith("resume uses step-00000003\n")
-
-
-def test_every_damaged_file_is_named(folder, capsys):
-    for name in (TENSORS, "state.json"):
-        flip(folder / "step-00000007" / name)
-    exit_code, found = check_json(capsys, folder / "step-00000007")
-    assert exit_code == 1
-    assert found["resume_from"] is None
-    assert [fault.split()[0] for fault in found["checkpoints"][0]["faults"]] == ["state.json", TENSORS]
 
 
 @pytest.mark.parametrize(
@@ -193,22 +168,6 @@ def test_what_is_no_checkpoint_is_wrong_use(target, tmp_path, capsys):
     assert captured.err.startswith(f"checkpoint {path}\n  got: ")
 
 
-@pytest.mark.parametrize("arguments", [[], ["chekc", "x"], ["check"], ["check", "x", "--jsno"]])
-def test_wrong_arguments_are_wrong_use(arguments, capsys):
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
-    assert "usage: accmt" in capsys.readouterr().err
-
-
-def test_help_lists_the_commands(capsys):
-    with pytest.raises(SystemExit) as raised:
-        main(["--help"])
-    assert raised.value.code == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert all(name in printed and purpose in printed for name, purpose in COMMANDS.items())
-
-
 def test_nothing_is_written_renamed_or_removed(folder, capsys):
     flip(folder / "step-00000007" / "state.json")
     (folder / ".tmp-step-00000009-elsewhere-1-1-aaaaaaaa").mkdir()
@@ -233,10 +192,3 @@ def test_the_installed_command_checks_a_read_only_copy_without_loading_transform
             path.chmod(0o755)
     assert (run.returncode, run.stderr) == (0, "")
     assert run.stdout.endswith("resume uses step-00000007\n")
-
-
-def test_the_command_is_installed():
-    import tomllib
-
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["scripts"]["accmt"] == "accmt.cli.main:main"

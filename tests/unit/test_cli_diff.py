@@ -193,17 +193,6 @@ def test_what_cannot_be_compared_is_an_error(tmp_path: Path, capsys: pytest.Capt
     assert "line 4 of ledger.jsonl" in capsys.readouterr().err
 
 
-def test_changed_lines_of_a_program_in_git_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    first, second = train("a"), train("b", factor=2)
-    rewrite(first, git={"commit": "1" * 40, "diff": "--- a/f\n+++ b/f\n+same = 1\n"})
-    rewrite(second, git={"commit": "1" * 40, "diff": "--- a/f\n+++ b/f\n+same = 1\n-factor = 1\n+factor = 2\n"})
-    capsys.readouterr()
-    assert main(["diff", first, second]) == 1
-    output = capsys.readouterr().out
-    assert "code: +factor = 2  (in B only)" in output
-    assert "same = 1" not in output
-
-
 @pytest.mark.parametrize("rate", [0.1, 0.2])
 def test_of_one_folder_the_steps_that_were_made_again_are_reported(
     rate: float, capsys: pytest.CaptureFixture[str]

@@ -43,18 +43,6 @@ def test_hyper_parameters_without_groups_are_one_row(folder, capsys):
     assert row.split()[:4] == ["all", "SGD", "0.1", "0"]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--model", "out/brt"], "from_hf(path='out/brt')\n  got: We couldn't connect"),
-        (["--model", "out/bert", "--type", "BertForSequencClassification"], "write 'BertForSequenceClassification'"),
-    ],
-)
-def test_a_wrong_model_or_class_is_said(folder, capsys, options, message):
-    assert main(["params", "hps/groups.yaml", *options]) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_flags_win_over_the_file(folder, capsys):
     typed = ["--hps.optim.groups.0.lr=0.5", "--hps.optim.type", "SGD"]
     assert main(["params", "hps/groups.yaml", "--model", "out/bert", *typed]) == 0

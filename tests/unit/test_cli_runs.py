@@ -23,11 +23,6 @@ def make_run(folder, time):
     os.utime(folder / "history.jsonl", (time, time))
 
 
-def test_a_run_folder_is_let_be(tmp_path):
-    make_run(tmp_path / "run", 1)
-    assert require_run(tmp_path / "run", "report") is None
-
-
 @pytest.mark.parametrize("command", ["report", "sync"])
 @pytest.mark.parametrize("folder", ["logs", "logs/digits"])
 def test_a_folder_of_runs_is_answered_with_the_command_for_each_the_newest_first(tmp_path, capsys, command, folder):
@@ -52,15 +47,6 @@ def test_of_many_runs_the_ten_newest_are_shown(tmp_path):
     with raises_at(ArgumentError, "accmt report ") as caught:
         require_run(tmp_path, "report")
     assert [int(line.rpartition("/")[2]) for line in str(caught.value).splitlines()[4:]] == list(range(11, 1, -1))
-
-
-@pytest.mark.parametrize(
-    ("name", "got"), [("nowhere", "no such folder"), ("file", "a file"), (".", "no history.jsonl")]
-)
-def test_what_is_no_folder_of_runs_is_told_what_a_run_folder_is(tmp_path, name, got):
-    (tmp_path / "file").write_text("")
-    with raises_at(ArgumentError, str(tmp_path / name), got, do="<logging_dir>/<track_name>/<run_name>"):
-        require_run(tmp_path / name, "report")
 
 
 def write_run(folder, began, *rows, fork=None):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from accmt import SFTModule, Trainer, merge_adapter
 from accmt.addons.sft.rows import read_rows
 from accmt.cli import launch
 from accmt.cli.main import main
-from accmt.errors import MissingPackageError, WeightsError
+from accmt.errors import WeightsError
 from tests import conversations
 from tests.conversations import draw_conversations, make_tokenizer
 from tests.raising import raises_at
@@ -128,21 +127,6 @@ def test_rows_are_read_from_all_kinds_of_files(capsys: pytest.CaptureFixture[str
     said(capsys)
 
 
-def test_other_files_than_json_lines_need_datasets(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    Path("rows.csv").write_text("text\na\n")
-    with raises_at(MissingPackageError, "sft.data", "rows.csv", do=".jsonl"):
-        read_rows("sft.data", ["rows.csv"], "train")
-    assert len(read_rows("sft.data", ["train.jsonl"], "train")) == 10
-
-
-def test_rows_of_json_lines_are_what_is_written_in_them():
-    rows = [{"text": "über"}, {"text": "b", "tools": [{"a": 1}]}]
-    Path("rows.jsonl").write_text(json.dumps(rows[0], ensure_ascii=False) + "\n\n  \n" + json.dumps(rows[1]))
-    lines = read_rows("sft.data", ["rows.jsonl"], "train")
-    assert [lines[index] for index in range(len(lines))] == rows
-
-
 def test_paths_are_folders_globs_and_urls_too():
     import datasets
     import fsspec
@@ -158,14 +142,6 @@ def test_paths_are_folders_globs_and_urls_too():
     files.rm("/parts", recursive=True)
     datasets.Dataset.from_list([{"text": "last"}]).save_to_disk("saved")
     assert [row["text"] for row in read_rows("sft.data", ["parts", "saved"], "train")][-2:] == ["row 3", "last"]
-
-
-def test_rows_of_tables_are_what_json_lines_would_be():
-    import datasets
-
-    rows = [{"text": "a", "weights": [0.5, 1.0]}, {"text": "b", "weights": [1.0, 2.0]}]
-    datasets.Dataset.from_list(rows).to_parquet("rows.parquet")
-    assert list(read_rows("sft.data", ["rows.parquet"], "train")) == rows
 
 
 @pytest.mark.parametrize(
@@ -248,13 +224,3 @@ def test_the_launcher_starts_the_command():
     assert one[1:] == ["-m", "accmt.cli.main", "sft", "hps.yaml", "out/chat"]
     two = launch.build_command(parser.parse_args(["--cpu", "-N", "2", "sft", "hps.yaml", "out/chat"]))
     assert two[-5:] == ["-m", "accmt.cli.main", "sft", "hps.yaml", "out/chat"]
-
-
-def test_help_lists_the_arguments_of_the_trainer_too(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as ended:
-        main(["sft", "--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    assert "--checkpoint_every" in shown
-    assert "--merge" in shown
-    assert "--model_path" not in shown

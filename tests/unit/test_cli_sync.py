@@ -134,21 +134,9 @@ def test_a_users_own_tracker_is_told(store, capsys):
     assert printed.out == expected
 
 
-def test_a_run_without_trackers_has_nothing_to_deliver(store, capsys):
-    tracking = start(None, store, "none")
-    tracking.finish("FINISHED")
-    assert sync(capsys, tracking.run_folder)[1].out == "the run has no trackers: all rows are in history.jsonl\n"
-
-
 def test_a_run_that_is_going_on_delivers_by_itself(store, capsys):
     tracking = start(TensorBoard, store, "going")
     exit_code, printed = sync(capsys, tracking.run_folder)
     tracking.finish("FINISHED")
     assert (exit_code, printed.out) == (2, "")
     assert "which is still running" in printed.err
-
-
-def test_what_is_no_run_is_wrong_use(tmp_path, capsys):
-    exit_code, printed = sync(capsys, tmp_path)
-    assert (exit_code, printed.out) == (2, "")
-    assert printed.err.startswith("accmt sync")

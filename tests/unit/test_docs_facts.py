@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from pathlib import Path
 
-from accmt import Handler, Trainer
+from accmt import Handler
 from accmt.cli.strats import STRATEGIES
 from accmt.libraries.versions import FLOORS
 from accmt.registry import find, is_built_in, names
@@ -15,7 +14,6 @@ from tests.e2e.markdown import read_section, read_table
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TRACKERS = [find("accmt.trackers", name) for name in names("accmt.trackers") if is_built_in("accmt.trackers", name)]
-NUMBERS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 
 
 def names_of(cells: list[str]) -> set[str]:
@@ -26,17 +24,6 @@ def test_the_page_of_trackers_has_every_tracker() -> None:
     classes = {tracker.__name__ for tracker in TRACKERS}
     text = (DOCS / "trackers.md").read_text(encoding="utf-8")
     assert names_of([row[0] for row in read_table(text)]) == classes
-
-
-def test_the_architecture_counts_the_trackers_that_are_addons() -> None:
-    number = sum(tracker.__module__.startswith("accmt.addons.") for tracker in TRACKERS)
-    assert f"{NUMBERS[number]} trackers" in (DOCS / "architecture.md").read_text(encoding="utf-8")
-
-
-def test_the_documented_arguments_of_the_original_are_those_by_position() -> None:
-    kinds = [parameter.kind for parameter in inspect.signature(Trainer).parameters.values()]
-    number = kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    assert f"The {number} documented arguments" in (DOCS / "coming-from.md").read_text(encoding="utf-8")
 
 
 def test_the_command_line_lists_every_strategy() -> None:

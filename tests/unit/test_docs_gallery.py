@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.e2e.markdown import ROOT, read_blocks, read_links
+from tests.e2e.markdown import ROOT, read_blocks
 
 PAGE = ROOT / "docs" / "recipes.md"
 SVG = "{http://www.w3.org/2000/svg}"
@@ -31,11 +31,6 @@ def read_commands() -> dict[str, list[str]]:
 
 def texts_of(svg: str) -> list[str]:
     return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]  # noqa: S314 - ours
-
-
-def test_the_page_links_every_example():
-    linked = {(PAGE.parent / link).resolve() for link in read_links(PAGE) if link.startswith("../")}
-    assert linked >= set((ROOT / "examples").glob("*.py"))
 
 
 def test_each_picture_has_its_command_and_shows_the_curves_that_it_names():
@@ -62,11 +57,6 @@ def test_the_curves_of_a_history_are_averages_of_neighbours_and_end_with_the_las
     assert [len(points) for points in lines] == [40, 1]
     titles = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}title")]
     assert titles[0] == "loss 989.5 at step 10"
-
-
-def test_a_value_that_was_not_logged_is_named_with_those_that_were(script: dict[str, Any]):
-    with pytest.raises(ValueError, match="the run has no acuracy; it has accuracy, loss"):
-        script["draw_run"]([{"step": 1, "values": {"loss": 1.0, "accuracy": 0.5}}], ["acuracy"])
 
 
 def test_the_newest_run_of_a_folder_is_drawn(script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

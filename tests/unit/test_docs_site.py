@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 from collections import Counter
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 import accmt
 from accmt import compat
-from tests.e2e.markdown import PAGES, read_blocks, read_table
+from tests.e2e.markdown import PAGES, read_blocks
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -50,19 +49,6 @@ def test_the_reference_shows_every_public_name_once():
     assert elsewhere - set(shown) == set()
 
 
-def test_each_name_of_the_reference_has_a_docstring_of_its_own():
-    for name in (name for page in REFERENCE.glob("*.md") for name in shown_on(page)):
-        module, _, last = name.rpartition(".")
-        assert getattr(import_module(module), last).__doc__, name
-
-
-def test_the_contents_of_the_reference_are_what_its_pages_show():
-    rows = read_table("\n" + (REFERENCE / "index.md").read_text(encoding="utf-8"))
-    for link, names in rows:
-        page = REFERENCE / re.search(r"\((.+)\)", link)[1]
-        assert [f"accmt.{name}" for name in re.findall(r"`([\w.]+)`", names)] == shown_on(page)
-
-
 def pages_of(entries: Any) -> list[str]:
     if isinstance(entries, str):
         return [entries]
@@ -74,13 +60,6 @@ def test_the_navigation_leads_to_every_page_once(hooks: dict[str, Any]):
     assert [next(iter(section)) for section in sections] == ["Start", "Guides", "Recipes", "Reference", "Project"]
     pages = {page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")} - {"index.md"}
     assert sorted(pages_of(sections)) == sorted(pages)
-
-
-def test_a_page_says_which_tests_run_it_and_which_read_it(hooks: dict[str, Any]):
-    said = hooks["say_tests"](DOCS / "metrics.md")
-    assert re.search(r"The \d+ Python blocks of this page are run by `pytest tests/e2e/test_docs.py -k", said)
-    assert "tests/unit/test_cli_launch.py" in hooks["say_tests"](DOCS / "quickstart.md")
-    assert "tests/unit/test_docstring_examples.py" in hooks["say_tests"](REFERENCE / "metrics.md")
 
 
 def test_a_link_to_a_file_of_the_repository_becomes_a_page_with_its_code(hooks: dict[str, Any], tmp_path: Path):

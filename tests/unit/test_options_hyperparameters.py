@@ -52,13 +52,6 @@ def test_defaults_are_one_epoch_of_single_samples_with_sgd():
     assert hps.optimizer_class is torch.optim.SGD
 
 
-def test_arguments_are_taken_by_position_in_the_documented_order():
-    hps = HyperParameters(2, 4, "Adam", {"lr": 0.1}, "StepLR", {"step_size": 2}, 7, True, 2)
-    assert [hps[key] for key in ("epochs", "batch_size", "optim", "optim_kwargs")] == [2, 4, "Adam", {"lr": 0.1}]
-    assert [hps[key] for key in ("scheduler", "scheduler_kwargs", "max_steps")] == ["StepLR", {"step_size": 2}, 7]
-    assert [hps[key] for key in ("step_scheduler_per_epoch", "max_micro_batch_size")] == [True, 2]
-
-
 def test_every_form_of_one_configuration_is_equal(tmp_path):
     yaml_path, json_path = tmp_path / "a.yaml", tmp_path / "a.json"
     yaml_path.write_text(yaml.safe_dump({"hps": CONFIG}))
@@ -90,11 +83,6 @@ def test_optimizer_is_another_name_of_optim(tmp_path):
 def test_contradictory_arguments_are_refused(arguments, place):
     with raises_at(HyperParameterError, f"HyperParameters {place}"):
         HyperParameters(**arguments)
-
-
-def test_both_spellings_in_one_file_are_refused():
-    with raises_at(HyperParameterError, "hps_config optimizer"):
-        HyperParameters.from_config({"epochs": 1, "batch_size": 1, "optim": "SGD", "optimizer": "SGD"})
 
 
 @pytest.mark.parametrize("key", ["epochs", "batch_size"])
@@ -181,11 +169,6 @@ def test_a_batch_size_that_is_left_out_equals_the_one_before_it(given, sizes):
     assert (hps.train_batch_size, hps.val_batch_size, hps.test_batch_size) == (64, *sizes[1:])
 
 
-@each(("batch", "limit", "part"), [(48, 20, 16), (7, 4, 1), (8, None, 8), (8, 100, 8), (12, 6, 6)])
-def test_a_batch_is_split_into_the_largest_equal_parts_within_the_limit(batch, limit, part):
-    assert HyperParameters(batch_size=batch, max_micro_batch_size=limit).train_step_batch_size == part
-
-
 def test_a_whole_float_is_a_count_and_the_callers_dict_is_left_alone():
     config = {**copy.deepcopy(CONFIG), "max_steps": 1e5}
     before = copy.deepcopy(config)
@@ -240,21 +223,6 @@ def test_trackers_get_one_flat_level_of_plain_values():
         "max_micro_batch_size": 8,
     }
     assert "scheduler.type" not in HyperParameters().get_config()
-
-
-def test_fields_are_read_by_key():
-    assert example()["optim_kwargs"]["lr"] == 0.001
-    with pytest.raises(KeyError, match="'bath_size' is not one of epochs, batch_size"):
-        example()["bath_size"]
-
-
-def test_objects_compare_by_content_and_show_it():
-    assert example() == example()
-    assert example() != HyperParameters()
-    assert example() != "example"
-    assert "epochs=3, batch_size=(16, 32), optim='AdamW'" in repr(example())
-    with pytest.raises(TypeError, match="unhashable"):
-        hash(example())
 
 
 @pytest.mark.parametrize("path", sorted((Path(__file__).parents[2] / "hps").glob("*.yaml")), ids=lambda path: path.name)

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from accmt import Trainer
-from accmt.addons.hints.keywords import check_keywords
 from accmt.addons.hints.table import FOREIGN
 from accmt.errors import ArgumentError, CombinedError, HyperParameterError, UnknownArgumentError
 from tests.raising import raises_at
@@ -26,39 +25,6 @@ def test_arguments_of_other_trainers_are_told_what_to_write_here(tracker):
         assert re.search(part, str(caught.value)), name
 
 
-def test_one_mistake_has_four_lines_and_no_heading():
-    with pytest.raises(UnknownArgumentError) as caught:
-        Trainer(HPS, "out", max_epochs=3)
-    assert str(caught.value) == (
-        "Trainer(max_epochs=...)\n"
-        "  got: an argument of Lightning's Trainer\n"
-        "  expected: an argument of Trainer\n"
-        "  do: write `epochs: 3` in the hyper-parameters"
-    )
-
-
-def test_where_there_is_a_tracker_its_own_dict_is_named():
-    with raises_at(UnknownArgumentError, "Trainer(devices=...)"):
-        Trainer(HPS, "out", log_with="mlflow", devices=3)
-    Trainer(HPS, "out", log_with="mlflow", mlflow={"devices": 3})
-
-
-@pytest.mark.parametrize("name", ["quantization", "eval_delay"])
-def test_a_name_that_is_unlike_any_is_not_taken_for_one(name):
-    with raises_at(UnknownArgumentError, "Trainer("):
-        Trainer(HPS, "out", **{name: 1})
-
-
-def test_a_misspelt_hyper_parameter_is_known_for_one():
-    with raises_at(UnknownArgumentError, "Trainer(epoch=...)"):
-        Trainer(HPS, "out", epoch=3)
-
-
-def test_nothing_is_wrong_with_no_keyword_or_with_those_of_a_tracker():
-    check_keywords({}, [], has_tracker=False)
-    check_keywords({"tags": 1}, ["log_every"], has_tracker=True)
-
-
 def test_faults_in_arguments_and_hyper_parameters_are_told_together():
     with pytest.raises(CombinedError) as caught:
         Trainer({**HPS, "epochs": -2, "batch_size": 0}, "out", max_epochs=3, log_every=0, seed="x")
@@ -67,12 +33,6 @@ def test_faults_in_arguments_and_hyper_parameters_are_told_together():
     wheres = re.findall(r"(?m)^(.*)\n  got: ", str(caught.value))
     arguments = ["Trainer(max_epochs=...)", "Trainer(log_every=...)", "Trainer(seed=...)"]
     assert wheres == [*arguments, "hps_config epochs", "hps_config batch_size"]
-
-
-def test_faults_in_arguments_alone_are_an_argument_error():
-    with raises_at(ArgumentError, "Trainer(log_every=...)") as caught:
-        Trainer(HPS, "out", log_every=0, seed="x")
-    assert type(caught.value) is ArgumentError
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from accmt import Monitor
-from accmt.errors import ArgumentError, UnknownArgumentError
+from accmt.errors import ArgumentError
 from tests.raising import raises_at
 from tests.toys import make_trainer
 
@@ -32,12 +32,6 @@ def test_a_file_says_it_too(tmp_path, name):
     assert Monitor.from_config(path) == Monitor.from_config(str(path)) == Monitor(epoch=True)
 
 
-def test_numbers_of_a_file_may_be_written_as_messages_show_them(tmp_path):
-    path = tmp_path / "monitor.yaml"
-    path.write_text("mfu: 312e12\ngrad_norm: inf\n")
-    assert Monitor.from_config(path) == Monitor(mfu=312e12, grad_norm="inf")
-
-
 def test_names_of_other_packages_may_be_in_a_list_too():
     assert Monitor(added=["temperature"]).has_measurements
     with raises_at(ArgumentError, "Monitor(added=...)"):
@@ -48,19 +42,6 @@ def test_none_is_losses_and_metrics_only():
     assert make_trainer().settings.tracking.monitored == Monitor()
     on = {name for name, value in vars(Monitor()).items() if value}
     assert on == {"train_loss", "validation_loss", "additional_metrics"}
-
-
-@pytest.mark.parametrize("given", [{"learning_rates": True}, ["learning_rates"]])
-def test_an_unknown_field_is_an_error_with_the_nearest(given):
-    with raises_at(UnknownArgumentError, "Trainer(monitor=...)"):
-        make_trainer(monitor=given)
-    with pytest.raises(TypeError):
-        make_trainer(monitor=given)
-
-
-def test_something_else_is_refused():
-    with raises_at(ArgumentError, "Trainer(monitor=...)"):
-        make_trainer(monitor=3)
 
 
 @pytest.mark.parametrize(

@@ -13,38 +13,14 @@ from accmt.options.optimizer_and_scheduler_names import (
 from tests.tables import each
 
 OPTIMIZERS = [
-    "Adam",
-    "Adadelta",
-    "Adagrad",
-    "Adamax",
-    "AdamW",
-    "Adafactor",
-    "ASGD",
-    "NAdam",
-    "RAdam",
-    "RMSprop",
-    "Rprop",
-    "SGD",
+    "Adam", "Adadelta", "Adagrad", "Adamax", "AdamW", "Adafactor", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
     "SparseAdam",
-]
+]  # fmt: skip
 SCHEDULERS = [
-    "StepLR",
-    "LinearLR",
-    "ExponentialLR",
-    "CosineAnnealingLR",
-    "CyclicLR",
-    "OneCycleLR",
-    "CosineAnnealingWarmRestarts",
-    "MultiStepLR",
-    "ReduceLROnPlateau",
-    "Constant",
-    "ConstantWithWarmup",
-    "CosineWithWarmup",
-    "CosineWithHardRestartsWithWarmup",
-    "InverseSQRT",
-    "LinearWithWarmup",
-    "PolynomialDecayWithWarmup",
-]
+    "StepLR", "LinearLR", "ExponentialLR", "CosineAnnealingLR", "CyclicLR", "OneCycleLR", "CosineAnnealingWarmRestarts",
+    "MultiStepLR", "ReduceLROnPlateau", "Constant", "ConstantWithWarmup", "CosineWithWarmup",
+    "CosineWithHardRestartsWithWarmup", "InverseSQRT", "LinearWithWarmup", "PolynomialDecayWithWarmup",
+]  # fmt: skip
 
 
 class MyOptimizer(torch.optim.SGD):
@@ -56,15 +32,6 @@ def test_every_optimizer_name_leads_to_a_class_and_back(name):
     found = find_optimizer(name)
     assert issubclass(found, torch.optim.Optimizer)
     assert name_of(found) == name
-
-
-@each(
-    ("name", "here"),
-    [("adamw_torch", "AdamW"), ("adamw_torch_fused", "AdamW"), ("adamw", "AdamW"), ("sgd", "SGD"), ("adam", "Adam")]
-    + [("adafactor", "Adafactor"), ("rmsprop", "RMSprop"), ("adamw_hf", "AdamW"), ("adagrad", "Adagrad")],
-)
-def test_what_transformers_calls_an_optimizer_is_told_its_name_here(name, here):
-    assert find_optimizer(name).do == f"write `{here}`"
 
 
 @each("name", sorted({*TYPE_TO_SCHEDULER_FUNCTION} - {"greedy", "cosine_warmup_with_min_lr"}))
@@ -105,17 +72,12 @@ def test_import_paths_and_classes_are_found():
     ("find", "given", "got", "do"),
     [
         (find_optimizer, "adamw", "'adamw' (str)", "write `AdamW`"),
-        (find_optimizer, "AdanW", "'AdanW' (str)", "write `AdamW`"),
-        (find_optimizer, "zzzz", "'zzzz' (str)", "choose one of these names"),
         (find_optimizer, "LBFGS", "needs a closure", "write `type: AdamW`"),
-        (find_optimizer, torch.optim.LBFGS, "needs a closure", "write `type: AdamW`"),
         (find_optimizer, "torch.optim.AdanW", "torch.optim has no AdanW", "write `AdamW`"),
         (find_optimizer, "no_such_package.AdamW", "No module named 'no_such_package'", "correct the path"),
         (find_optimizer, "torch.nn.Linear", "'torch.nn.Linear' (str)", "write `type: AdamW`"),
-        (find_optimizer, "torch.optim.__name__", "'torch.optim.__name__' (str)", "write `type: ASGD`"),
         (find_scheduler, "LinearWarmup", "'LinearWarmup' (str)", "write `LinearWithWarmup`"),
         (find_scheduler, "LambdaLR", "takes functions", "get_scheduler"),
-        (find_scheduler, "torch.optim.lr_scheduler.ChainedScheduler", "takes functions", "get_scheduler"),
         (find_scheduler, torch.nn.Linear, "Linear", "get_scheduler"),
     ],
 )

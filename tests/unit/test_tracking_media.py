@@ -143,19 +143,6 @@ def test_everything_is_in_the_run_folder_before_a_call_returns(tmp_path):
     assert tracking.media is None
 
 
-def test_lines_of_media_are_no_rows_of_numbers(tmp_path):
-    tracking = start(None, tmp_path)
-    log_everything(tracking)
-    tracking.log({"loss": 1.0}, 4)
-    tracking.finish("FINISHED")
-    assert [sorted(set(row) - {"time"}) for row in read_history(tracking.run_folder)] == [
-        ["config"],
-        *[["media", "step"]] * 4,
-        ["step", "values"],
-        ["status"],
-    ]
-
-
 def test_what_has_the_same_name_and_step_has_a_folder_of_its_own(tmp_path):
     tracking = start(None, tmp_path)
     for number in range(3):
@@ -164,17 +151,6 @@ def test_what_has_the_same_name_and_step_has_a_folder_of_its_own(tmp_path):
     assert [one.table()[1] for one in media_of(tracking.run_folder)] == [[[0]], [[1]], [[2]]]
     folders = [one.folder.relative_to(tracking.run_folder) for one in media_of(tracking.run_folder)]
     assert folders == [Path(f"media/a b_c/0000000{name}") for name in ("7", "7-2", "7-3")]
-
-
-def test_cells_are_plain_values(tmp_path):
-    tracking = start(None, tmp_path)
-    row = (np.float32(0.5), np.array([1, 2]).max(), True, None, float("nan"), [1, 2], Path("x"))
-    tracking.media.log_table("cells", list("abcdefg"), [row], 0)
-    tracking.finish("FINISHED")
-    ((cells,),) = [media.table()[1] for media in media_of(tracking.run_folder)]
-    assert cells[:4] == [0.5, 2, True, None]
-    assert np.isnan(cells[4])
-    assert cells[5:] == ["[1, 2]", "x"]
 
 
 def test_trackers_get_what_they_have_a_place_for_and_say_once_what_they_have_none_for(store, tmp_path, caplog):
@@ -346,21 +322,6 @@ def test_a_resumed_run_has_each_image_and_table_once(store, tmp_path):
     assert counted == [("images", step) for step in (1, 2, 3, 4)]
 
 
-def test_what_is_handed_to_mlflow_twice_is_there_once(store):
-    tracking = start(MLFlow, store, "doubled")
-    log_everything(tracking)
-    wait_until(lambda: tracking._deliveries._running[0].account.delivered == 5)
-    spec, tracker = tracking._deliveries._running[0].spec, tracking._deliveries._running[0].tracker
-    for media in media_of(tracking.run_folder):
-        spec.deliver_media(tracker, media)
-    there = Store(store, tracking)
-    assert len(there.images()) == 2
-    assert there.files("tables/predictions") == ["tables/predictions/00000003.json"]
-    (path,) = Path(store, "mlartifacts", there.run_id).glob("**/00000003.json")
-    assert json.loads(path.read_text())["data"] == ROWS
-    tracking.finish("FINISHED")
-
-
 def test_without_room_on_the_disk_there_is_one_warning_and_training_goes_on(tmp_path, caplog):
     own = Keeping()
     tracking = start(own, tmp_path)
@@ -402,14 +363,3 @@ def test_bad_input_is_an_error_that_says_what_to_do(tmp_path, call, where, got):
         assert not (tracking.run_folder / "media").exists()
     finally:
         tracking.finish("FAILED")
-
-
-def test_a_link_to_a_file_is_copied_as_the_file(tmp_path):
-    tracking = start(None, tmp_path / "logs")
-    Path("note.txt").write_text("a note")
-    Path("link.txt").symlink_to("note.txt")
-    tracking.media.log_artifact("link.txt", 1)
-    tracking.finish("FINISHED")
-    (media,) = media_of(tracking.run_folder)
-    assert not media.path.is_symlink()
-    assert media.path.read_text() == "a note"

@@ -1,14 +1,12 @@
 """Tensors, arrays and Pillow's images become PNG files with the same pixels."""
 
-import sys
-
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from accmt.addons.media import to_images, write_images
-from accmt.errors import ArgumentError, DataError, MissingPackageError
+from accmt.errors import ArgumentError, DataError
 from accmt.tracking.values import Media, read_image
 from tests.raising import raises_at
 
@@ -45,13 +43,6 @@ def test_many_images_keep_their_order(tmp_path, count):
     assert_same(pixels(images.values()), given)
 
 
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_images_are_grey_coloured_or_transparent(tmp_path, channels):
-    given = np.full((2, 4, 5, channels), 7, np.uint8)
-    expected = given[..., 0] if channels == 1 else given
-    assert_same(round_trip(given, tmp_path), expected)
-
-
 def test_one_image_needs_no_batch_and_a_grey_one_no_channel(tmp_path):
     assert_same(round_trip(RGB[0], tmp_path), RGB[:1])
     assert_same(round_trip(torch.from_numpy(RGB[0]).permute(2, 0, 1), tmp_path), RGB[:1])
@@ -80,12 +71,6 @@ def test_floats_outside_are_cut_off_with_one_warning(tmp_path, caplog, monkeypat
     assert "log_images({'samples': ...})\n  got: floats from nan to nan\n  expected: 0 to 1" in warning
 
 
-def test_pillows_other_modes_become_colours(tmp_path):
-    palette = Image.fromarray(RGB[0]).convert("P")
-    ((image,),) = ([*round_trip(palette, tmp_path)],)
-    assert image.shape == (4, 5, 3)
-
-
 @pytest.mark.parametrize(
     ("given", "got"),
     [
@@ -104,12 +89,6 @@ def test_pillows_other_modes_become_colours(tmp_path):
 def test_what_is_no_image_is_an_error_that_says_so(given, got):
     with raises_at(ArgumentError, "log_images({'samples': ...})", got):
         to_images("samples", given)
-
-
-def test_without_pillow_the_error_names_its_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with raises_at(MissingPackageError, "log_images", do="pip install pillow"):
-        to_images("samples", RGB)
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", None])

@@ -1,35 +1,13 @@
-import re
 from pathlib import Path
 
 import pytest
 
-from accmt.tracking.history import RunPlace, default_run_name, default_track_name, folder_name, is_url
+from accmt.tracking.history import RunPlace, default_track_name, folder_name, is_url
 
 
 @pytest.mark.parametrize("model_path", ["a/b", "a/b/", "a/b//", "a/./b/.", "a/c/../b/", Path("a/b")])
 def test_track_name_is_the_base_name_however_the_path_ends(model_path):
     assert default_track_name(model_path) == "b"
-
-
-def test_track_name_of_the_working_folder_is_its_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert default_track_name(".") == tmp_path.name
-
-
-def test_track_name_is_never_empty():
-    assert default_track_name("/") == "accmt"
-
-
-def test_track_name_keeps_the_typed_name_of_a_link(tmp_path):
-    (tmp_path / "target").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    assert default_track_name(tmp_path / "link") == "link"
-
-
-def test_run_names_are_timestamped_and_differ():
-    names = {default_run_name() for _ in range(20)}
-    assert len(names) > 15
-    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d-[a-z]{4}", name) for name in names)
 
 
 @pytest.mark.parametrize(

@@ -41,10 +41,6 @@ def test_bools_become_one_or_zero(value):
     assert to_floats({"x": value}) == {"x": 1.0}
 
 
-def test_none_is_left_out_of_a_row():
-    assert to_floats({"x": None, "y": 1}) == {"y": 1.0}
-
-
 def test_non_finite_values_go_through():
     row = to_floats({"nan": torch.tensor(math.nan), "inf": math.inf, "minus": np.float32(-math.inf)})
     assert math.isnan(row["nan"])
