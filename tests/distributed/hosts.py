@@ -117,13 +117,13 @@ class Running:
 
     def kill(self) -> None:
         """End all its processes at once, as a host that loses its power."""
-        for group in _groups_below(self._process.pid):
+        for group in groups_below(self._process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         self._process.wait(60)
 
 
-def _groups_below(process: int) -> set[int]:
+def groups_below(process: int) -> set[int]:
     """Return the groups of a process and of those that it has started: torchrun gives each a group of its own."""
     import psutil
 

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from accmt.addons.flight_recorder.ledger import LEDGER_FILE, read_ledger
 from accmt.addons.flight_recorder.replay import replay
+from tests.distributed.hosts import groups_below
 from tests.launching import ENGINES, ROOT
 
 SCRIPT = Path(__file__).parent / "scripts" / "replayed_run.py"
@@ -67,7 +69,9 @@ def kill_after(process: subprocess.Popen[bytes], ledger: Path, step: int) -> Non
     """Kill a run and all its processes once the ledger has a step."""
     while process.poll() is None:
         if ledger.exists() and any(line.get("step", 0) >= step for line in read_ledger(ledger).lines):
-            os.killpg(process.pid, signal.SIGKILL)
+            for group in groups_below(process.pid):
+                with suppress(ProcessLookupError):
+                    os.killpg(group, signal.SIGKILL)
             process.wait()
         time.sleep(0.05)
 

@@ -321,12 +321,6 @@ def test_handlers_that_do_not_exist_are_refused(handlers):
         make("out/m", handlers=handlers)
 
 
-@pytest.mark.parametrize("code", [-1, 256, "143"])
-def test_exit_codes_that_do_not_exist_are_refused(code):
-    with raises_at(ArgumentError, 'Trainer(failures={"preempt_exit_code": ...})'):
-        make("out/m", failures={"preempt_exit_code": code})
-
-
 def test_should_stop_ends_training_at_the_update_with_evaluation_and_checkpoint():
     class Stop(Callback):
         def on_update_end(self):
