@@ -10,6 +10,7 @@ import sys
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -21,7 +22,7 @@ from accmt.errors import CheckpointError, DataError, NoCheckpointError, SavingEr
 from accmt.saving.model_folder import read_status
 from tests.checkpoints import names_in
 from tests.raising import raises_at
-from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, state_of, train
+from tests.resume.unbroken import HPS, Augmented, Fragile, assert_same, make, state_of, train
 from tests.toys import make_points
 
 
@@ -285,6 +286,15 @@ class TestTheFolder:
 
 
 class TestOptimizerAndSchedule:
+    def test_rates_of_numpy_can_be_stored(self):
+        class Own(Fragile):
+            def get_scheduler(self, optimizer, steps_per_epoch, epochs):
+                return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5 * (1 + np.cos(step / 9)))
+
+        whole = state_of(*train("out/a", module=Own()))
+        train("out/b", module=Own(), stop=7)
+        assert_same(whole, state_of(*train("out/b", module=Own(), resume=True)))
+
     def test_another_class_of_optimizer_is_refused(self):
         class Own(Fragile):
             kind = torch.optim.Adam
@@ -360,6 +370,24 @@ class TestAskingByHand:
         assert names_in(Path("out/checkpoint-b")) == ["step-00000003"]
         assert torch.equal(run("out/b", 4, resume=True), whole)
 
+    def test_an_update_that_waits_for_a_whole_epoch_is_still_unfinished(self):
+        class Rarely(ExtendedAcceleratorModule):
+            def __init__(self):
+                self.model = nn.Linear(3, 1)
+
+            def training_step(self, batch):
+                if self.state.batch_iteration == 5:  # the last batch of the first epoch
+                    self.backward(self.model(batch[0]).mean())
+                elif self.state.batch_iteration == 12:  # the first batch of the third
+                    self.step_optimizer()
+                    self.zero_grad()
+
+        trainer = make(
+            "out/m", {"scheduler": None}, checkpoint_every="epoch", checkpoint_options={"max_checkpoints": 9}
+        )
+        trainer.fit(Rarely(), make_points(24))
+        assert names_in(trainer.checkpoint_path) == ["step-00000001"]
+
 
 def test_a_trainer_with_a_constructor_of_its_own_can_be_checked():
     class Own(Trainer):
@@ -369,7 +397,7 @@ def test_a_trainer_with_a_constructor_of_its_own_can_be_checked():
     assert Own("out/m").check_resume(Fragile(), Augmented()) > 10
 
 
-def test_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_compared_as_one_block():
+def test_a_million_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_compared_as_one_block():
     from accmt.data.samplers import UserBatches
 
     class Counted(torch.utils.data.BatchSampler):
@@ -379,7 +407,7 @@ def test_samples_of_a_loader_of_ones_own_are_drawn_once_an_epoch_and_compared_as
             Counted.drawn += 1
             return super().__iter__()
 
-    batches = UserBatches(Counted(RandomSampler(range(10_000)), 8, drop_last=False), 1)
-    assert batches.num_samples(0, range(batches.size(0))) == 10_000
+    batches = UserBatches(Counted(RandomSampler(range(1_000_000)), 8, drop_last=False), 1)
+    assert batches.num_samples(0, range(batches.size(0))) == 1_000_000
     assert batches.digest(0) == batches.digest(0)
     assert Counted.drawn == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim import SGD
 
 from accmt.checkpoint.contents import load_state
 from accmt.checkpoint.state_dicts import require_complete
@@ -103,6 +104,51 @@ def step(model, optimizer, number=0):
     model(torch.randn(4, 3)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+class Lookahead(SGD):
+    """Goes back to slow weights, which it keeps beside its state, every second step."""
+
+    def __init__(self, parameters, lr=0.1):
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.steps = 0
+        self.slow = [parameter.detach().clone() for parameter in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for slow, parameter in zip(self.slow, self.param_groups[0]["params"], strict=True):
+                parameter.copy_(slow.lerp_(parameter, 0.5))
+
+
+class SavedLookahead(Lookahead):
+    """Saves its slow weights in entries of its own."""
+
+    def state_dict(self):
+        return {**super().state_dict(), "slow": self.slow, "steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.slow, self.steps = [slow.clone() for slow in state["slow"]], state["steps"]
+        super().load_state_dict(state)
+
+
+def with_optimizer(kind):
+    class Module(Linear):
+        def get_optimizer(self):
+            return kind(self.model.parameters())
+
+    return Module()
+
+
+def test_what_an_optimizer_adds_to_its_state_is_resumed(tmp_path):
+    whole, part = with_optimizer(SavedLookahead), with_optimizer(SavedLookahead)
+    make_trainer({"epochs": 2}, "out/whole").fit(whole, make_points())
+    make_trainer({"epochs": 2, "max_steps": 5}, "out/part", checkpoint_every="1 step").fit(part, make_points())
+    part = with_optimizer(SavedLookahead)
+    make_trainer({"epochs": 2}, "out/part", resume=True).fit(part, make_points())
+    assert torch.equal(whole.model.weight, part.model.weight)
 
 
 def test_a_quantized_state_comes_back_as_it_was(tmp_path):

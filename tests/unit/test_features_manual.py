@@ -55,6 +55,20 @@ def test_the_manual_loop_gives_the_bits_of_the_automatic_one():
     assert outcomes[0] == outcomes[1]
 
 
+def test_further_values_of_a_step_are_logged_as_the_automatic_loop_logs_them():
+    def with_largest(self, batch):
+        loss = type(self).__bases__[0].training_step(self, batch)
+        return {"loss": loss, "largest": batch[0].max(), "size": len(batch[0])}
+
+    rows = []
+    for kind in (Linear, Manual):
+        trainer = make_trainer(HPS)
+        trainer.fit(type("WithLargest", (kind,), {"training_step": with_largest})(), make_points(8))
+        rows.append([logged(trainer, name) for name in ("train_loss", "largest", "size")])
+    assert all(rows[0])
+    assert rows[0] == rows[1]
+
+
 def test_several_steps_of_one_batch_count_as_one_update():
     class Twice(Manual):
         def training_step(self, batch):
@@ -280,6 +294,23 @@ def test_an_optimizers_own_step_is_clipped_counted_and_followed_as_a_step_of_the
     assert by_module == by_torch
     assert by_torch[1]["global_step"] == 6
     assert "on_save_checkpoint" in by_torch[3]
+
+
+def test_gradients_that_wait_for_an_optimizers_own_step_delay_a_checkpoint(caplog):
+    class Every2nd(AsInTorch):
+        def training_step(self, batch):
+            loss = self.loss(batch)
+            self.backward(loss)
+            if self.state.train_step % 2:
+                self.optimizer.step()
+                self.model.zero_grad()
+            return loss
+
+    trainer = make_trainer(HPS | {"epochs": 1}, checkpoint_every="epoch")
+    assert trainer.fit(Every2nd(), make_points(9)).global_step == 1
+    assert "in the middle of a step" in caplog.text
+    assert "backward adds to gradients" not in caplog.text
+    assert not list(trainer.checkpoint_path.glob("step-*"))
 
 
 def test_gradients_that_are_never_dropped_are_said_where_the_optimizer_steps_by_itself(caplog):
