@@ -8,10 +8,10 @@ from torch.utils.data import Dataset
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback, TrainingArguments
 from transformers import Trainer as TransformersTrainer
 
-from accmt import AcceleratorModule, Trainer, create_optimizer, read_history
+from accmt import AcceleratorModule, Trainer, read_history
 from accmt.errors import CheckpointError
 from tests.raising import raises_at
-from tests.resume.unbroken import Fragile, assert_same, state_of, train
+from tests.resume.unbroken import assert_same, state_of, train
 
 MUON = {"kind": "matrix", "type": "Muon", "lr": 0.02}
 GROUPED = {"type": "AdamW", "lr": 0.01, "weight_decay": 0.1}
@@ -42,16 +42,6 @@ def test_the_rate_with_which_a_group_began_stays_what_it_was_where_rates_are_ten
     began = [group["initial_lr"] for group in trainer.run.stepper.optimizer.param_groups]
     assert began == [pytest.approx(0.01), pytest.approx(0.02)]
     assert "initial_lr" not in caplog.text
-
-
-def test_a_module_can_build_its_groups_itself():
-    class Own(Fragile):
-        def get_optimizer(self):
-            return create_optimizer(self.model, **{"optim": "AdamW", "lr": 0.01, "groups": [MUON]})
-
-    whole = state_of(*train("out/a", module=Own()))
-    train("out/b", module=Own(), stop=7)
-    assert_same(whole, state_of(*train("out/b", module=Own(), resume=True)))
 
 
 class TestWhatHasChanged:

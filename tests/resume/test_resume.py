@@ -24,7 +24,7 @@ def unbroken():
     return state_of(*train("out/unbroken"))
 
 
-@pytest.mark.parametrize("stop", [2, 3, 5, 6, 7, 11, 12, 17])
+@pytest.mark.parametrize("stop", [2, 5, 6, 17])
 def test_the_continued_run_ends_with_the_same_bits(unbroken, stop):
     train("out/b", stop=stop)
     assert_same(unbroken, state_of(*train("out/b", resume=True)))

@@ -274,6 +274,7 @@ def start_slow_save(folder: Path, seconds: float) -> subprocess.Popen[str]:
     return process
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_first_finishes_the_checkpoint_in_work(tmp_path):
     with start_slow_save(tmp_path, 0.3) as process:
         assert process.wait(60) == 0
@@ -281,6 +282,7 @@ def test_a_program_that_ends_first_finishes_the_checkpoint_in_work(tmp_path):
     assert CheckpointStore(tmp_path).newest().step == 2
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_the_thread_writes_leaves_the_checkpoint_before(tmp_path):
     with start_slow_save(tmp_path, 60) as process:
         process.send_signal(signal.SIGKILL)

@@ -93,6 +93,7 @@ def test_a_worker_outlives_a_first_request_to_end_and_leaves_at_the_second():
 
 
 # Torch's error may come while torch opens files to see whether there are too many, and leave one of them open.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_error_about_a_killed_worker_says_what_may_have_killed_it():
     loader = build(Numbers(killed_at=12))

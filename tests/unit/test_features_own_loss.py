@@ -284,9 +284,8 @@ WHOLE, REGIONS = {"compile": {"backend": "eager"}}, {"compile": {"backend": "eag
     ("kind", "settings"),
     [
         *((kind, {}) for kind in (Own, InADict, InATuple, Inside)),
-        (Own, WHOLE),
-        *(pytest.param(kind, WHOLE, marks=pytest.mark.slow) for kind in (InADict, InATuple)),
-        *((kind, REGIONS) for kind in (Own, Inside)),
+        *(pytest.param(kind, WHOLE, marks=pytest.mark.slow) for kind in (Own, InADict, InATuple)),
+        *(pytest.param(kind, REGIONS, marks=pytest.mark.slow) for kind in (Own, Inside)),
     ],
 )
 def test_a_window_has_the_gradient_and_the_loss_of_one_big_batch(kind: type[Own], settings: dict[str, Any]) -> None:
@@ -441,6 +440,7 @@ def test_a_loss_over_a_number_of_items_that_the_step_names_is_no_mean_over_token
     assert torch.allclose(seen[0], halves[0], rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")
 def test_hooks_are_gone_after_the_run() -> None:
     torch.compiler.reset()

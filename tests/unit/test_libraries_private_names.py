@@ -124,6 +124,7 @@ def test_torch_takes_part_in_a_forward_and_backward_without_inputs(alone):
         assert not parameter.grad.any(), missing("torch", "_pre_forward and _post_forward", "exchange_in_forward")
 
 
+@pytest.mark.slow
 def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
     seen, model = [], torch.nn.Linear(2, 1)
     names.compile_in_place(model, backend="eager")
@@ -138,6 +139,7 @@ def test_torch_keeps_the_compiled_call_of_a_model_where_another_may_stand():
     assert model._compiled_call_impl is compiled
 
 
+@pytest.mark.slow
 def test_torch_takes_the_number_of_rows_for_one_that_varies():
     torch._dynamo.reset()
     before = count_graphs()
@@ -149,6 +151,7 @@ def test_torch_takes_the_number_of_rows_for_one_that_varies():
     assert count_graphs() == before + 1, missing("torch", "maybe_mark_dynamic", "mark_rows_dynamic")
 
 
+@pytest.mark.slow
 def test_torch_makes_as_many_graphs_as_are_allowed():
     from torch._dynamo import config
 
@@ -174,6 +177,7 @@ class _Own(nn.Module):
         return self.layer(inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("build", [lambda: nn.Linear(2, 1), lambda: nn.Sequential(nn.Linear(2, 1), nn.ReLU()), _Own])
 def test_torch_compiles_every_model_in_place(build):
     graphs = []

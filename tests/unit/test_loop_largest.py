@@ -259,6 +259,7 @@ def test_a_packed_row_and_a_run_that_resumes_are_tried(tmp_path: Path) -> None:
     assert all(map(torch.equal, *weights))
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_no_further_graph(tmp_path: Path) -> None:
     graphs: list[int] = []
 

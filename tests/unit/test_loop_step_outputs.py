@@ -80,31 +80,6 @@ def test_a_wrong_weight_is_refused(weight):
 
 
 @pytest.mark.parametrize(
-    ("output", "got", "do"),
-    [
-        (None, "None", "return loss; to skip a batch, write `return None`"),
-        ([1.0], "list [1.0]", ""),
-        ((torch.ones(()), "logits"), "tuple", ""),
-        (0.5, "float 0.5", "not loss.item()"),
-        ("loss", "str", ""),
-        (torch.ones(3, requires_grad=True), "a tensor of shape (3,)", "return loss.mean()"),
-        (torch.ones(1, requires_grad=True), "a tensor of shape (1,)", ""),
-        (torch.ones(()), "gradient", ""),
-        ({}, "the keys []", ""),
-        ({"los": torch.ones(())}, "the keys ['los']", 'return {"loss": loss'),
-        ({"loss": 0.25}, '"loss": float 0.25', "not loss.item()"),
-        ({"loss": None}, '"loss": None', ""),
-        ({"loss": [torch.ones(())]}, '"loss": list', ""),
-        ({"loss": torch.ones(())}, "gradient", ""),
-        ({"loss": torch.ones(2, requires_grad=True)}, "a tensor of shape (2,)", ""),
-    ],
-)
-def test_a_training_step_without_a_usable_loss_is_told_what_to_return(output, got, do):
-    with raises_at(ModuleContractError, "training_step", got, do=do):
-        read_training_output(output)
-
-
-@pytest.mark.parametrize(
     ("output", "expected"),
     [
         ({"loss": 1.0, "accuracy": ([1], [0])}, {"val_loss": 1.0, "accuracy": ([1], [0])}),

@@ -380,17 +380,17 @@ def test_batches_of_a_batch_sampler_are_cut_too(tmp_path: Path) -> None:
 
 
 class Large(Texts):
-    """Ten million samples; which are read is written down."""
+    """A million samples; which are read is written down."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return super().__getitem__(index % NUMBER) | {"index": index}
 
     def __len__(self) -> int:
-        return 10_000_000
+        return 1_000_000
 
 
 @pytest.mark.usefixtures("without_fingerprints")
-def test_a_resume_among_ten_million_samples_reads_those_of_the_step_only(tmp_path: Path) -> None:
+def test_a_resume_among_a_million_samples_reads_those_of_the_step_only(tmp_path: Path) -> None:
     settings = {"hps": {"epochs": -1, "max_steps": 4}, "checkpoint_every": "1 step", "grad_accumulation_steps": 2}
     whole, expected = run(tmp_path / "whole", data=Large(), **settings)
     with pytest.raises(BrokenError):  # in the middle of the third step

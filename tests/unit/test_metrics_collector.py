@@ -72,12 +72,6 @@ def test_predictions_may_be_tensors_arrays_or_lists(parts, expected):
     assert (joined.tolist() if isinstance(joined, torch.Tensor) else joined) == expected
 
 
-def test_samples_of_different_shapes_are_padded_as_transformers_does():
-    metric = Seen()
-    collect([metric], *(({"seen": (torch.ones(1, 2, width), [0])}, 1) for width in (1, 3)))
-    assert metric.predictions.tolist() == [[[1, -100, -100]] * 2, [[1, 1, 1]] * 2]
-
-
 def test_the_padding_of_a_metric_may_be_another_or_none():
     metric = Seen()
     metric.padding = 0
@@ -159,12 +153,6 @@ def test_the_order_is_that_of_positions_where_they_are_given():
         collector.add({"seen": (torch.tensor([position]), [position])}, 1, position)
     collector.compute()
     assert metric.predictions.tolist() == metric.references == [0, 1, 2]
-
-
-def test_a_metric_may_have_an_entry_in_some_batches_only():
-    metric = Seen()
-    collect([metric], ({"a": 1.0}, 1), ({"seen": ([7], [8])}, 1), ({"a": 2.0}, 1))
-    assert (metric.predictions, metric.references) == ([7], [8])
 
 
 def test_what_a_set_logged_whose_evaluation_failed_is_in_no_later_one():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accmt import Accuracy, Callback, Metric, read_history
+from accmt import Accuracy, Metric, read_history
 from accmt.addons.averages import Averages
 from accmt.errors import ArgumentError, MetricError
 from tests.raising import raises_at
@@ -107,16 +107,6 @@ def test_evaluations_by_hand_have_it_too_and_may_be_of_other_sets():
     assert results["average"] == 3.5
     assert "two" not in results
     assert trainer.test(test_dataset=Numbers([3, 4]))["average"] == 3.5
-
-
-def test_a_row_of_an_evaluation_inside_a_run_leaves_out_what_was_taken():
-    class Testing(Callback):
-        def on_epoch_end(self):
-            self.trainer.test(test_dataset={"it": Numbers([4.0])})
-
-    trainer = fit({"average": lambda name: True}, callbacks=Testing())
-    rows = [row["values"] for row in read_history(trainer.log_dir) if "test_loss__it" in row.get("values", {})]
-    assert rows == [{"test_loss__it": 4.0, "average": 3.0}]  # of mean 4, largest 4 and count 1
 
 
 def test_one_set_alone_and_a_run_without_any_are_no_error():

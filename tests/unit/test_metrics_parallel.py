@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
-import weakref
 
 import numpy as np
 import pytest
 import torch
 
 from accmt.errors import MetricError, ModuleContractError
-from accmt.messages import speaking
 from accmt.metrics import MetricBatch, MetricParallel, ValidationCollector
 from accmt.metrics.averages import COMPACT_AT
 from accmt.metrics.metric import _count_samples
@@ -83,21 +79,6 @@ def test_values_are_weighed_exactly_over_many_batches():
     assert collect(Sizes("own"), *batches)["own"] == pytest.approx(expected, rel=1e-14)
 
 
-def test_no_batch_is_kept():
-    class First(MetricBatch):
-        def compute(self, predictions, references):
-            return {self.name: predictions[0]}  # which is a view of them all
-
-    accumulation = First("own").accumulate()
-    predictions = torch.arange(1000.0)
-    storage = weakref.ref(predictions.untyped_storage())
-    accumulation.add((predictions, None), 0)
-    del predictions
-    gc.collect()
-    assert storage() is None
-    assert accumulation.compute() == {"own": 0.0}
-
-
 def test_entries_that_only_some_batches_have_are_reduced_over_these():
     class Classes(MetricBatch):
         def compute(self, predictions, references):
@@ -141,17 +122,6 @@ def test_what_is_wrong_is_said(kind):
 class MetricBatchOfErrors(MetricBatch):
     def compute(self, predictions, references):
         return {self.name: (predictions - references).abs().mean()}
-
-
-@pytest.mark.parametrize(("reduction", "is_warned"), [("mean", True), ("max", False)])
-def test_people_are_told_once_what_a_mean_over_batches_is_not_for(caplog, reduction, is_warned):
-    metric = MetricBatchOfErrors("error", reduction=reduction)
-    with caplog.at_level(logging.INFO, "accmt"), speaking(verbose=True):
-        for _ in range(3):
-            collect(metric, (torch.ones(2), torch.zeros(2)))
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == is_warned
-    assert all("'error' is averaged over batches" in line and "such as F1" in line for line in said)
 
 
 def test_models_are_saved_by_them():

@@ -41,13 +41,6 @@ def test_many_small_values_are_not_lost_beside_a_large_one():
     assert weighted_sum.take()[0] == 2.0**24 + 3 * COMPACT_AT
 
 
-def test_values_of_several_kinds_add_up_without_loss():
-    weighted_sum = WeightedSum()
-    for value in (torch.tensor(0.1, dtype=torch.float64), torch.tensor(3), torch.tensor(0.5, dtype=torch.bfloat16)):
-        weighted_sum.add(value, 1.0)
-    assert weighted_sum.take()[0] == math.fsum([0.1, 3, 0.5])
-
-
 @pytest.mark.parametrize("count", [1, COMPACT_AT, 2 * COMPACT_AT + 3])
 def test_the_states_of_several_processes_add_up(count):
     values, weights = values_and_weights(3 * count)
@@ -126,12 +119,6 @@ def test_means_since_the_log_and_since_the_evaluation_are_independent():
     averages.add(torch.tensor(9.0), 1.0)
     assert averages.take_row("loss") == {"loss": 7.0}
     assert averages.take_since_evaluation() == 9.0
-    assert averages.take_since_evaluation() is None
-
-
-def test_a_window_of_weight_zero_has_no_mean():
-    averages = window_of((math.nan, 0.0))
-    assert averages.take_row("loss") == {}
     assert averages.take_since_evaluation() is None
 
 

@@ -151,19 +151,6 @@ def test_a_metric_of_sums_keeps_no_batch(metric):
     assert [reference() for reference in seen] == [None] * 6
 
 
-def test_samples_of_a_metric_that_needs_all_are_moved_once():
-    given = regression.SpearmanCorrCoef()
-    metric = TorchMetric(given)
-    collector = ValidationCollector([metric])
-    large = torch.rand(1000, 5)
-    for _ in range(3):
-        collector.add({metric.name: (large[:, 0], large[:, 1])}, 4)
-    assert [kept.untyped_storage().nbytes() for kept in given.preds] == [8000] * 3
-    first = given.preds[0]
-    collector.add({metric.name: (large[:, 0], large[:, 1])}, 4)
-    assert given.preds[0] is first
-
-
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 @pytest.mark.parametrize("kind", [regression.SpearmanCorrCoef, regression.MeanSquaredError, regression.PearsonCorrCoef])
 def test_steps_may_run_in_either_mode_now_and_then(mode, kind):

@@ -212,10 +212,9 @@ def test_an_optimizer_around_another_one_trains_as_in_a_plain_loop(kind: Any, *,
 
 
 @pytest.mark.parametrize(("kind", "by_hand"), KINDS)
-@pytest.mark.parametrize("stop", [2, 7])
-def test_an_optimizer_around_another_one_is_resumed_bit_for_bit(kind: Any, stop: int, *, by_hand: bool) -> None:
+def test_an_optimizer_around_another_one_is_resumed_bit_for_bit(kind: Any, *, by_hand: bool) -> None:
     whole = train(kind, "out/whole", by_hand=by_hand)
     with pytest.raises(InterruptionError):
-        train(kind, "out/part", by_hand=by_hand, stop=stop)
+        train(kind, "out/part", by_hand=by_hand, stop=7)
     for name, weight in train(kind, "out/part", by_hand=by_hand, resume=True).items():
         assert torch.equal(weight, whole[name]), name

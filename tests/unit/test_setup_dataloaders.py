@@ -221,23 +221,6 @@ def test_nothing_grows_with_the_epochs():
     assert trainer.run.accelerator._dataloaders == []
 
 
-def test_workers_end_with_their_epochs_even_where_somebody_holds_the_loader():
-    held, workers = [], []
-
-    class Holding(Callback):
-        def on_epoch_end(self):
-            held.append(self.trainer.train_dataloader)
-            workers.append(len(multiprocessing.active_children()))
-
-    class Own(Linear):
-        def get_train_dataloader(self):
-            return DataLoader(make_points(2), batch_size=2, num_workers=1, persistent_workers=True)
-
-    make_trainer({"epochs": 3}, callbacks=Holding(), reload_dataloaders_every_n_epochs=1).fit(Own())
-    assert len(set(map(id, held))) == 3
-    assert workers == [1, 1, 1]
-
-
 def test_validation_sets_keep_their_names():
     class Renaming(Linear):
         def get_validation_dataloader(self):

@@ -1,9 +1,8 @@
 import json
-from types import MappingProxyType
 
 import pytest
 
-from accmt.state import Counters, Stateful, Status, TrainingState
+from accmt.state import Stateful, TrainingState
 
 
 def train(state, *, epochs, batches, accumulation, samples=2):
@@ -57,13 +56,6 @@ def test_the_index_of_the_work_is_the_number_of_what_is_finished():
     assert (state.epoch, state.train_step, state.epoch_step, state.global_step) == (1, 0, 0, 1)
 
 
-def test_a_skipped_update_has_seen_its_samples_and_made_no_step():
-    state = TrainingState()
-    state.count_samples(4)
-    state.count_step(is_skipped=True)
-    assert (state.global_step, state.epoch_step, state.skipped_steps, state.samples_seen) == (0, 0, 1, 4)
-
-
 @pytest.mark.parametrize(
     ("accumulation", "boundaries"),
     [(1, [0, 1, 2, 3, 4, 5, 6]), (2, [1, 3, 5, 6]), (3, [2, 5, 6]), (4, [3, 6]), (7, [6]), (100, [6])],
@@ -89,20 +81,6 @@ def test_counters_survive_a_checkpoint():
     again.load_state_dict(saved)
     assert again.state_dict() == state.state_dict()
     assert again == state.__class__(**saved, grad_accum_steps=1) != state
-
-
-def test_a_checkpoint_without_a_counter_is_refused():
-    saved = TrainingState().state_dict()
-    del saved["samples_seen"]
-    with pytest.raises(KeyError, match="samples_seen"):
-        TrainingState().load_state_dict(saved)
-
-
-def test_only_counters_are_saved_whatever_the_views_hold():
-    state = TrainingState(
-        best=MappingProxyType({"best_accuracy": 0.5}), metrics={"accuracy": 0.5}, now=Status(fn="fit")
-    )
-    assert set(state.state_dict()) == set(Counters.__dataclass_fields__)
 
 
 def test_the_views_show_what_the_trainer_is_doing():
