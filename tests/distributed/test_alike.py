@@ -45,6 +45,9 @@ REFUSED = {
     "a stream of every other, with a worker": ("the training data", _OTHER),
     "a loader of a stream of every other": ("the training data", _OTHER),
     "a sampler function of each": ("in different orders on process 1",),
+    "orders": ("the training data", "6 batches, in different orders on process 1"),
+    "orders to validate": ("the validation data", "6 batches, in different orders on process 1"),
+    "growing data": ("12 samples in batches of 2 on process 0, 16 samples in batches of 2 on process 1",),
     "other rows at a resume": ("of a resumed epoch", "different samples at the same indices"),
 }
 MAY_DIFFER = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 from tests.launching import SCRIPTS, launch, run_together
@@ -31,21 +30,3 @@ def test_a_process_whose_batch_lost_all_its_samples_ends_the_run_and_says_why(tm
     assert all(fork.poll() not in (0, None) for fork in forks)
     assert "None from the collate function, which may have no `return batch`" in printed
     assert 'pass failures={"on_bad_sample": "skip"}' in printed
-
-
-DIFFERENT = {
-    "orders": "the training data(.|\n)*12 batches, in different orders on process 1",
-    "validation orders": "the validation data(.|\n)*12 batches, in different orders on process 1",
-    "growing": "12 samples in batches of 4 on process 0, 16 samples in batches of 4 on process",
-}
-
-
-def test_processes_whose_data_or_order_becomes_another_are_told_who_differs(tmp_path: Path) -> None:
-    path = tmp_path / "result.json"
-    launch(SCRIPTS / "own_data.py", str(path), str(tmp_path), "differ", processes=PROCESSES, result=path)
-    result = json.loads(path.read_text())
-    assert result.keys() == DIFFERENT.keys()
-    for name, said in result.items():
-        assert len(set(said)) == 1
-        assert re.search(DIFFERENT[name], said[0]), said[0]
-        assert said[0].startswith("1: " if name == "growing" else "0: ")

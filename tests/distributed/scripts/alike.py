@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule
@@ -121,6 +122,31 @@ def play() -> None:
     assert all(module.fresh[: 8 - 2 * RANK]), module.fresh
 
 
+class Unseeded(Sampler[int]):
+    """Draws another order on each process."""
+
+    def __len__(self) -> int:
+        return len(POINTS)
+
+    def __iter__(self) -> Any:
+        return iter(random.Random(RANK).sample(range(len(POINTS)), len(POINTS)))
+
+
+class Growing(Linear):
+    """Gets more data while it trains, on one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = [POINTS[index] for index in range(12)]
+
+    def get_train_dataloader(self) -> Any:
+        return self.samples
+
+    def on_epoch_end(self) -> None:
+        if RANK == WORLD - 1:
+            self.samples += self.samples[:4]
+
+
 def resume_with_other_rows() -> None:
     settings = {"path": "out/other", "checkpoint_every": "1 step", "checkpoint_options": {"async_checkpointing": False}}
     fit(POINTS, hps={"max_steps": 1}, **settings)
@@ -155,6 +181,9 @@ CASES: dict[str, Callable[[], Any]] = {
     "a sampler function of each": lambda: fit(
         POINTS, sampler=lambda data: list(range(len(data)))[:: 1 - 2 * (RANK % 2)]
     ),
+    "orders": lambda: fit(DataLoader(POINTS, 4, sampler=Unseeded())),
+    "orders to validate": lambda: fit(POINTS, DataLoader(POINTS, 4, sampler=Unseeded())),
+    "growing data": lambda: make_trainer({"epochs": 2}).fit(Growing()),
     "other rows at a resume": resume_with_other_rows,
     "every other on purpose": lambda: fit(EveryOther(), data_options={"shard": False}),
     "split by datasets": lambda: split_by_datasets(lambda stream: stream),

@@ -1,12 +1,11 @@
-"""Trains on data that a user's DistributedSampler shares, that differ, or of which one process loses a whole batch.
+"""Trains on data that a user's DistributedSampler shares, or of which one process loses a whole batch.
 
-torchrun --nproc-per-node 2 own_data.py RESULT.json FOLDER sampler|nothing|differ
+torchrun --nproc-per-node 2 own_data.py RESULT.json FOLDER sampler|nothing
 """
 
 from __future__ import annotations
 
 import json
-import random
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, TensorDataset, default_collate
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset, default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import AcceleratorModule, Trainer
-from accmt.errors import DataError
 from accmt.processes import gather_objects, is_main_process, num_processes, process_index
 from tests.toys import Record
 
@@ -64,51 +62,6 @@ def drop_on_last_process(samples: list[Any]) -> Any:
     return None if is_lost else default_collate(samples)
 
 
-class Unseeded(Sampler[int]):
-    """Draws another order on each process."""
-
-    def __init__(self, count: int) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Any:
-        return iter(random.Random(process_index()).sample(range(self.count), self.count))
-
-
-class Growing(Seeing):
-    """Gets more data while it trains, on one process."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        super().__init__()
-        self.samples = samples
-
-    def on_epoch_end(self) -> None:
-        if process_index() == num_processes() - 1:
-            self.samples += self.samples[:4]
-
-
-def differ(folder: Path) -> dict[str, list[str]]:
-    """Give the processes other data, and return what each says of it."""
-    growing = [NUMBERS[index] for index in range(12)]
-    given: dict[str, tuple[Any, ...]] = {
-        "orders": (Seeing(), DataLoader(NUMBERS, 4, sampler=Unseeded(48))),
-        "validation orders": (Seeing(), NUMBERS, DataLoader(NUMBERS, 4, sampler=Unseeded(48))),
-        "growing": (Growing(growing), growing),
-    }
-    said = {}
-    for name, data in given.items():
-        trainer = Trainer(
-            HPS, folder / name, model_saving=None, checkpoint_every=None, logging_dir=folder, verbose=False
-        )
-        try:
-            trainer.fit(*data)
-        except DataError as error:
-            said[name] = gather_objects(f"{trainer.state.epoch}: {error}")
-    return said
-
-
 def main() -> None:
     """Run what is asked for and write the results."""
     result, folder, case = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
@@ -116,7 +69,7 @@ def main() -> None:
         settings = {"model_saving": None, "logging_dir": folder, "shuffle_train": False}
         trainer = Trainer(HPS, folder / "m", collate_fn=drop_on_last_process, **settings)
         trainer.fit(Seeing(), NUMBERS)
-    outcome = resume_within_an_epoch(folder) if case == "sampler" else differ(folder)
+    outcome = resume_within_an_epoch(folder)
     if is_main_process():
         result.write_text(json.dumps(outcome))
 
