@@ -340,6 +340,67 @@ FAULTS = [
         "if isinstance(value, bool) or not isinstance(value, int | float):",
         "unit/test_options_grouping.py",
     ),
+    # What users turn on.
+    Fault(
+        "averages: no warm-up",
+        "decay = min(decay, (1 + self.num_averaged) / (10 + self.num_averaged))",
+        "decay = min(decay, 1.0)",
+        "unit/test_callbacks_averaging.py",
+    ),
+    Fault(
+        "streams: each process reads all",
+        "positions = Plan(size, batch_size, shard).local_indices(0)",
+        "positions = Plan(size, batch_size, Shard(0, 1)).local_indices(0)",
+        "unit/test_data_streams.py unit/test_data_sequential.py",
+    ),
+    Fault(
+        "streams: the position before the batch",
+        'position = {**constant, "samples": consumed, **self._state.take()}',
+        'position = {**constant, "samples": consumed - size, **self._state.take()}',
+        "unit/test_data_streams.py unit/test_data_sequential.py",
+    ),
+    Fault(
+        "samples: those that cannot be read have weight",
+        "own_read = (micro_batch.own_samples or 0) - len(micro_batch.bad)",
+        "own_read = micro_batch.own_samples or 0",
+        "unit/test_data_bad_samples.py unit/test_features_bad_samples.py",
+    ),
+    Fault(
+        "data: reloaded in each epoch",
+        "return epoch - epoch % settings.reload_epochs",
+        "return epoch",
+        "unit/test_setup_dataloaders.py unit/test_setup_user_data.py unit/test_unusual_settings.py",
+    ),
+    Fault(
+        "tuning: prompts are trained on",
+        "labels.append(token if is_target else IGNORED)",
+        "labels.append(token)",
+        "unit/test_addons_sft_chat.py",
+    ),
+    Fault(
+        "preferences: the rejected answer wins",
+        "logits = beta * (chosen - rejected)",
+        "logits = beta * (rejected - chosen)",
+        "unit/test_addons_prefer.py",
+    ),
+    Fault(
+        "watch: a slow process is a deadlock",
+        "return self._is_ahead_of(stand) and stand._is_ahead_of(self)",
+        "return self._is_ahead_of(stand) or stand._is_ahead_of(self)",
+        "unit/test_failures_waits.py",
+    ),
+    Fault(
+        "ledger: positions do not count",
+        "return _add_run(_bits(tensor), 0)",
+        "return [_bits(tensor).sum()]",
+        "unit/test_addons_flight_recorder.py unit/test_cli_diff.py",
+    ),
+    Fault(
+        "ledger: names do not count",
+        "return sum((_digest(name) | 1) * one for name, one in zip(names, sums, strict=True)) & _MASK",
+        "return sum(one for name, one in zip(names, sums, strict=True)) & _MASK",
+        "unit/test_addons_flight_recorder.py unit/test_cli_diff.py",
+    ),
 ]
 
 
