@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-from accmt.failures import watch
+from accmt.addons import watch
 from tests.toys import Linear, make_points, make_trainer
 
 watch._NOTED_S, watch._WARNED_S = 1.0, 5.0
