@@ -164,7 +164,7 @@ FAULTS = [
         "resume: other samples are not seen",
         'if result == "different" and is_in_epoch:',
         'if result == "" and is_in_epoch:',
-        "distributed/test_alike.py -k 3-processes",
+        "distributed/test_alike.py",
     ),
     Fault(
         "resume: a stage runs twice",

@@ -11,7 +11,7 @@ from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENG
 from tests.launching import SCRIPTS, launch
 
 SHARING = ("tpfsdp-4",)  # processes that share each batch
-SEVERAL = (3, "fsdp-2", *SHARING)
+SEVERAL = (3, "fsdp-2", *(pytest.param(way, marks=pytest.mark.slow) for way in SHARING))
 LAUNCHES = (1, *SEVERAL)
 
 Answers = dict[int | str, list[dict[str, Any]]]
@@ -120,7 +120,7 @@ def test_data_that_are_cut_otherwise_are_predicted_in_their_order(answers: Answe
     assert otherwise["limited"]["index"] == list(range(min(9, BATCH_SIZE * num_data_of(processes))))
 
 
-@pytest.mark.parametrize("processes", [way for way in LAUNCHES if way not in SHARING])
+@pytest.mark.parametrize("processes", [1, 3, "fsdp-2"])
 def test_of_data_that_each_process_has_for_itself_each_processs_stay_together(answers: Answers, processes: int | str):
     expected = [index for process in range(count_of(processes)) for index in range(7 + process)]
     otherwise = answers[processes][0]["otherwise"]

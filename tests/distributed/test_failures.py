@@ -133,7 +133,7 @@ def test_where_one_process_fails_all_end_and_a_checkpoint_is_there(
 def test_where_one_process_fails_before_or_after_training_all_end_with_that_error(
     tmp_path: Path, where: str, said: str
 ) -> None:
-    forks, printed = run_together(SCRIPTS / "one_fails.py", where, str(tmp_path), processes=2)
+    forks, printed = run_together(SCRIPTS / "one_fails.py", "fit", where, str(tmp_path), processes=2)
     assert all(fork.poll() for fork in forks)
     of_main = "\n".join(line for line in printed.splitlines() if line.startswith("[rank0]"))
     assert said in of_main
@@ -149,7 +149,7 @@ def test_where_one_process_fails_before_or_after_training_all_end_with_that_erro
     ],
 )
 def test_where_one_process_fails_outside_of_a_run_all_end_and_it_is_named(tmp_path: Path, function: str, act) -> None:
-    script = SCRIPTS / "one_fails_alone.py"
+    script = SCRIPTS / "one_fails.py"
     forks, printed = run_together(script, function, act, str(tmp_path), processes=2, timeout_s=90)
     assert all(fork.poll() for fork in forks), printed[-3000:]
     assert "process 1 was killed" in printed or "process 1" in printed.split("ProcessFailedError")[-1]
@@ -158,14 +158,14 @@ def test_where_one_process_fails_outside_of_a_run_all_end_and_it_is_named(tmp_pa
 
 
 def test_an_error_on_all_processes_outside_of_a_run_can_be_caught(tmp_path: Path) -> None:
-    script = SCRIPTS / "one_fails_alone.py"
+    script = SCRIPTS / "one_fails.py"
     forks, printed = run_together(script, "validate", "all", str(tmp_path), processes=2)
     assert sorted(path.name for path in tmp_path.glob("*-?")) == ["done-0", "done-1", "error-0", "error-1"], printed
     assert not any(fork.poll() for fork in forks)
 
 
 def test_a_process_that_others_wait_for_outside_of_a_run_is_named(tmp_path: Path) -> None:
-    script = SCRIPTS / "one_fails_alone.py"
+    script = SCRIPTS / "one_fails.py"
     forks, printed = run_together(script, "predict", "wait", str(tmp_path), processes=2)
     assert len(list(tmp_path.glob("done-*"))) == 2, printed
     assert "for process 1 in " in printed

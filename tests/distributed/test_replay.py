@@ -136,6 +136,7 @@ def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
     assert "no ledger.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_program_that_changes_its_working_folder_and_trains_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,6 +184,7 @@ trainer.fit(Linear(), torch.ones(8, 1))
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_seeded_is_the_told_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

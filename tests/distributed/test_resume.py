@@ -80,7 +80,7 @@ def num_data_of(processes: int | str) -> int:
         (3, {}),
         (3, KEPT_GRADIENTS),
         ("fsdp-2", {}),
-        ("tpfsdp-4", {}),
+        pytest.param("tpfsdp-4", {}, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:
@@ -104,7 +104,7 @@ def test_the_effective_batch_decides_how_many_updates_are_left(tmp_path) -> None
     "launches",
     [
         ("fsdp-2", 1, "hsdp-4", "fsdp-3", 2),
-        ("tp-2", "tpfsdp-4", 1, "tp-2"),
+        pytest.param(("tp-2", "tpfsdp-4", 1, "tp-2"), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_goes_from_one_engine_and_number_of_processes_to_another(tmp_path, launches) -> None:

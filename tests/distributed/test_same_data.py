@@ -19,7 +19,7 @@ RESUMED = ("others at a resume", "another stream at a resume", "another loader a
 
 
 @pytest.mark.timeout(460)
-@pytest.mark.parametrize("way", ["fsdp-2", *(("tpfsdp-4",) if HAS_PLANS else ())])
+@pytest.mark.parametrize("way", ["fsdp-2", *((pytest.param("tpfsdp-4", marks=pytest.mark.slow),) if HAS_PLANS else ())])
 def test_only_data_that_differ_between_processes_which_share_them_are_an_error(tmp_path: Path, way: str) -> None:
     path = tmp_path / "result.json"
     launch(SCRIPTS / "same_data.py", str(path), str(tmp_path), processes=way, result=path, timeout_s=400)

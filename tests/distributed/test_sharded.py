@@ -44,7 +44,11 @@ LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built
 
 def is_slow(way: str, name: str) -> bool:
     """Return whether a case is one that others stand for, but in `make test-all`."""
-    return name == "compiled" or (way == "tp-2" and name in SPLIT[1::2] and name not in SOME)
+    return (
+        name == "compiled"
+        or way in ("hsdp-4", "tpfsdp-4")
+        or (way == "tp-2" and name in SPLIT[1::2] and name not in SOME)
+    )
 
 
 SHARDED = [

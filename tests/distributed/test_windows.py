@@ -77,7 +77,9 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
     check(CASES[name], results[name])
 
 
-@pytest.mark.parametrize("way", ["fsdp-2", "hsdp-4", pytest.param("tp-2", marks=pytest.mark.slow), "tpfsdp-4"])
+@pytest.mark.parametrize(
+    "way", ["fsdp-2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hsdp-4", "tp-2", "tpfsdp-4"))]
+)
 def test_every_update_of_a_sharded_or_split_model_equals_that_of_one_big_batch(way: str, tmp_path: Path) -> None:
     results = run_grid(tmp_path, way)
     cases = windows.make_sharded_cases() if way == "fsdp-2" else windows.make_cases_of_mesh(is_split=way != "hsdp-4")
