@@ -98,18 +98,6 @@ def test_an_error_outside_a_step_names_what_was_being_done(phase, tmp_path):
     assert any(note.startswith(f"This happened in {phase}, after") for note in failure.value.__notes__)
 
 
-def test_a_batch_that_cannot_be_described_does_not_hide_the_error_of_the_step():
-    class Odd(dict):
-        def items(self):
-            raise OSError
-
-        def to(self, *_args, **_keywords):
-            return self
-
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(collate_fn=lambda _: Odd(x=torch.zeros(2))).fit(Failing(), Numbers(4))
-
-
 class Failing(Scripted):
     def training_step(self, batch):
         return 1 / 0
