@@ -314,3 +314,9 @@ def test_a_run_that_is_resumed_before_its_first_new_row_knows_the_step_of_the_la
         again.finish("FAILED")
     rewinds = [row["rewind"] for row in read_history(again.run_folder, include_superseded=True) if "rewind" in row]
     assert [rewind["step"] for rewind in rewinds] == [3, 3]
+
+
+def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
+    assert make(None, tmp_path).dashboard_command() == []
+    assert make([Recorder(), TensorBoard, MLFlow], tmp_path).dashboard_command()[0] == "tensorboard"
+    assert make([MLFlow, TensorBoard], tmp_path).dashboard_command()[:2] == ["mlflow", "ui"]
