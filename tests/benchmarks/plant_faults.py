@@ -292,7 +292,7 @@ FAULTS = [
         "trackers: rows of a killed process are lost",
         "self.delivered = min(self.delivered, self.settled)",
         "self.delivered = max(self.delivered, self.settled)",
-        "unit/test_addons_trackers_delivery_file.py",
+        "unit/test_addons_trackers_delivery_state.py",
     ),
     Fault("trackers: one row stops all", "feed.skip_first(error)", "raise", "faults/test_tracking_delivery.py"),
     # Processes that part ways.

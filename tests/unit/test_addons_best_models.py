@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from accmt import ArgumentError, BestModels
+from accmt import ArgumentError, BestModels, ModuleContractError
 from accmt.saving import read_status
 from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Scripted, make_points, make_trainer
@@ -112,3 +112,14 @@ def test_a_disk_that_is_full_is_a_warning(monkeypatch, caplog):
     assert trainer.fit(Scripted([0.5]), Numbers(4), Numbers(2)).finished
     assert "could not be saved to out/model/top/step-00000001" in caplog.text
     assert best.kept == []
+
+
+@pytest.mark.parametrize("arguments", [{"top_k": 0}, {"top_k": True}, {"mode": "best"}])
+def test_what_makes_no_sense_is_refused(arguments):
+    with raises_at(ArgumentError, f"BestModels({next(iter(arguments))}=...)"):
+        BestModels(**arguments)
+
+
+def test_a_result_that_is_not_there_is_named():
+    with raises_at(ModuleContractError, "BestModels(monitor=...)"):
+        train([0.5], BestModels("accuracy"))

@@ -42,15 +42,6 @@ def test_a_run_that_starts_again_in_its_process_has_not_failed(tmp_path, as_proc
     assert record_start(tmp_path, 6) == [Start("first", 6, 7, "ValueError: x")]
 
 
-def test_a_process_that_noted_no_start_notes_no_failure(tmp_path, as_process):
-    as_process("first")
-    record_start(tmp_path, 0)
-    as_process("second")
-    record_failure(tmp_path, 7, "ValueError: x")
-    as_process("third")
-    assert record_start(tmp_path, 0) == [Start("first", 0)]
-
-
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"starts": [{"x": 1}]}', '{"starts": 3}'])
 def test_a_damaged_file_is_begun_anew(tmp_path, text):
     (tmp_path / "starts.json").write_text(text)

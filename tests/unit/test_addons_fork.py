@@ -17,7 +17,7 @@ from accmt.addons.fork.beginning import Fork, place_fork
 from accmt.addons.fork.lineage import Origin, family_of, find_forks, find_parent, read_origin
 from accmt.addons.launches import read_launches
 from accmt.checkpoint.retention import list_published
-from accmt.errors import AccmtError, StepDiffersError
+from accmt.errors import AccmtError, ArgumentError, StepDiffersError
 from accmt.tracking import read_history
 from tests.raising import raises_at
 from tests.toys import Linear, make_points, make_trainer
@@ -297,3 +297,20 @@ def test_only_places_of_the_parent_get_the_name_of_the_fork(
     assert str(placed.saving.model_path) == expected[0]
     assert (placed.checkpoints.url or str(placed.checkpoint_folder)) == expected[1]
     assert placed.tracking.track_name == "model"
+
+
+@pytest.mark.parametrize(
+    ("fork", "arguments"),
+    [
+        ("logs/model/run", {}),
+        ("logs/model/run@soon", {}),
+        (3, {}),
+        ("s3://bucket/run@3", {}),
+        ("logs/model/run@3", {"resume": "out/checkpoint"}),
+    ],
+)
+def test_a_fork_that_cannot_be_meant_is_an_error_of_the_trainer(fork: Any, arguments: Any) -> None:
+    with raises_at(
+        ArgumentError, f"Trainer({'resume' if arguments else 'fork'}=...)", repr(arguments.get("resume", fork))
+    ):
+        make_trainer(fork=fork, **arguments)

@@ -18,8 +18,6 @@ from accmt.addons.goodput import pace, recorder
 from accmt.addons.goodput.pace import Costs, Pacer
 from accmt.addons.goodput.recorder import Meter
 from accmt.addons.goodput.records import GOODPUT_FILE, SECONDS_BETWEEN_LINES, Totals, read_goodput
-from accmt.addons.report import read_run
-from accmt.addons.report.page import build_page
 from accmt.cli.main import main
 from accmt.data import Window
 from tests.launching import run_script
@@ -181,6 +179,7 @@ trainer.fit(Linear(), make_points(8), make_points(4))
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_resumed_accounts_for_all_of_its_time(tmp_path: Path) -> None:
     root, script = str(Path(__file__).parents[2]), tmp_path / "train.py"
     script.write_text(SCRIPT.format(root=root, is_second=False))
@@ -266,17 +265,6 @@ def test_the_command_prints_a_table_whose_parts_add_up(capsys: pytest.CaptureFix
     assert "expected a price" in capsys.readouterr().err
     assert main(["goodput", "out"]) == 2
     assert f"no {GOODPUT_FILE} in it" in capsys.readouterr().err
-
-
-def test_the_report_shows_it_and_does_without_it() -> None:
-    trainer = trainer_of()
-    trainer.fit(Linear(), make_points(8))
-    folder = Path(trainer.log_dir)
-    page = build_page([read_run(folder)])
-    assert "goodput: how the run spent its time" in page
-    assert "starts: 1, none failed or was killed" in page
-    (folder / GOODPUT_FILE).unlink()
-    assert "oodput" not in build_page([read_run(folder)]).replace("goodput.", "").split("<h2>Configuration")[0]
 
 
 def test_the_energy_of_the_gpu_is_counted_where_the_driver_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -774,27 +773,6 @@ def test_an_interrupted_computation_of_the_reference_continues(tmp_path: Path, m
     assert [samples[index]["reference"] for index in range(11)] == [other[index]["reference"] for index in range(11)]
 
 
-def test_the_reference_is_computed_within_the_token_budget_of_the_run(tmp_path: Path):
-    computed: dict[int | None, list[int]] = {}
-    rewards = {}
-    for budget in (None, 120):
-        folder = tmp_path / f"reference-{budget}"
-        module, seen = PreferenceModule(make_model(), tokenizer(), reference_folder=folder), []
-
-        def note(_: Any, __: Any, inputs: dict[str, Any], seen: list[int] = seen) -> None:
-            if not torch.is_grad_enabled():
-                seen.append(inputs["input_ids"].numel())
-
-        module.model.register_forward_pre_hook(note, with_kwargs=True)
-        fit(tmp_path / str(budget), pairs(40), module=module, hps={"batch_size": 2, "max_tokens": budget})
-        computed[budget] = seen
-        rewards[budget] = torch.cat([torch.from_numpy(np.load(path)) for path in folder.glob("*/*.npy")])
-    assert len(computed[None]) == 1
-    assert len(computed[120]) > 10
-    assert max(computed[120]) <= 120
-    torch.testing.assert_close(rewards[None], rewards[120], rtol=0, atol=1e-9)
-
-
 def test_log_probabilities_of_another_model_template_or_length_are_refused(tmp_path: Path):
     folder, rows = tmp_path / "reference", pairs(3)
     PreferenceModule(make_model(), tokenizer(), reference_folder=folder).make_samples(rows)
@@ -840,3 +818,31 @@ def test_the_answers_to_held_out_prompts_are_a_table_of_each_evaluation(
     assert [row[2] for row in first[1]] != [row[2] for row in last[1]]
     assert main(["report", str(folder), "--output", "report.html"]) == 0
     assert pairs(1)[0]["chosen"][0]["content"] in Path("report.html").read_text()
+
+
+def test_a_run_of_kto_that_runs_out_of_memory_for_its_baseline_continues_with_smaller_batches(tmp_path: Path):
+    module, other = (PreferenceModule(make_model(), tokenizer(), "kto", **KTO) for _ in range(2))
+    reference = module.teacher = other.teacher = moved(make_model())
+    most = 4
+
+    def require_memory(_: Any, __: Any, inputs: dict[str, Any]) -> None:
+        if len(inputs["input_ids"]) > most:
+            raise torch.OutOfMemoryError("out of memory")
+
+    reference.register_forward_pre_hook(require_memory, with_kwargs=True)
+    trainer = fit(tmp_path / "small", labeled(8), module=module, hps={"batch_size": 8, "max_micro_batch_size": "auto"})
+    assert trainer.state.global_step == 1
+    most = 8
+    fit(tmp_path / "large", labeled(8), module=other, hps={"batch_size": 8})
+    assert_close(module, other)
+
+
+def test_packed_answers_to_other_prompts_have_bounds_of_their_own():
+    module = PreferenceModule(make_model(), tokenizer(), "kto")
+    samples = module.make_samples(labeled(4))
+    row = module.packer_class(gives_bounds=True)([samples[index] for index in range(4)])
+    for begin, at in (("", 0), ("other_", 1)):
+        lengths = [len(samples[index]["input_ids"][at]) for index in range(4)]
+        assert row[f"{begin}answer_lengths"] == lengths
+        assert row[f"{begin}cu_seq_lens_q"].tolist() == [sum(lengths[:number]) for number in range(5)]
+    assert row["is_desirable"].tolist() == [1, 0, 0, 1]

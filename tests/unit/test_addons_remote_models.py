@@ -156,3 +156,14 @@ def test_passwords_in_urls_are_written_nowhere(caplog: pytest.LogCaptureFixture)
 def test_models_and_checkpoints_need_different_urls(url: str) -> None:
     with raises_at(ArgumentError, "Trainer(model_path=..., checkpoint=...)"):
         train(url, [1.0], checkpoint=f"{url}/", checkpoint_every="1 epoch")
+
+
+def test_an_older_local_model_is_replaced_for_a_resume(url: str) -> None:
+    settings = {"checkpoint": f"{url}-checkpoints", "checkpoint_every": "1 epoch", "resume": "auto"}
+    train(url, [3.0], **settings)
+    shutil.copytree("out", "elsewhere")
+    train(url, [3.0, 1.0], **settings)
+    shutil.rmtree("out")
+    Path("elsewhere").rename("out")
+    train(url, [3.0, 1.0, 2.0], **settings)
+    assert read_status("out/news")["global_step"] == 4

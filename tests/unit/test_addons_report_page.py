@@ -36,11 +36,6 @@ def test_every_logged_value_has_a_curve():
     assert {name: drawn[name] for name in expected} == expected
 
 
-def test_curves_can_be_drawn_over_time():
-    [losses, *_] = draw_charts([make_run()])
-    assert losses.figure.data[0].meta == {"run": 0, "steps": [1, 2, 3], "seconds": [0.0, 1.0, 2.0]}
-
-
 def test_points_of_a_run_with_a_ledger_know_the_command_that_replays_their_step(tmp_path):
     (tmp_path / "a run").mkdir()
     (tmp_path / "a run" / "ledger.jsonl").touch()
@@ -48,24 +43,6 @@ def test_points_of_a_run_with_a_ledger_know_the_command_that_replays_their_step(
     [losses, *_] = draw_charts([with_ledger, make_run("b")])
     commands = [trace.meta.get("replay") for trace in losses.figure.data]
     assert commands == [f"accmt replay '{tmp_path}/a run' --step ", None]
-
-
-def test_checkpoints_and_failures_stand_on_the_axis_of_time():
-    course = draw_charts([make_run()])[-1].figure
-    events = course.data[-1]
-    assert list(zip(events.text, events.x, events.y, strict=True)) == [
-        ("started", 0.0, 0),
-        ("checkpoint", 1.0, 2),
-        ("failed", 2.0, 3),
-    ]
-
-
-def test_the_parts_of_the_goodput_table_add_up_to_all():
-    totals = Totals()
-    totals.add({"time": 8.0, "step": 4, "seconds": {"training": 6.0, "a bin of another version": 2.0}})
-    page = build_page([replace(make_run(), goodput=totals)])
-    rows = re.findall(r"<tr><td>([^<]*)</td><td>([\d.]+) s", page)
-    assert rows == [("training", "6.0"), ("a bin of another version", "2.0"), ("all", "8.0")]
 
 
 def test_the_first_best_of_each_result_is_named_and_marked():
@@ -166,3 +143,18 @@ def test_the_command_writes_the_page_into_the_run_folder(tmp_path, capsys):
     assert "Plotly.newPlot" in (folder / "report.html").read_text()
     assert main(["report", str(folder), str(folder), "-o", str(tmp_path / "both.html")]) == 0
     assert (tmp_path / "both.html").exists()
+
+
+def test_the_time_split_is_in_percent():
+    charts = draw_charts([make_run(train_loss=[1.0, 1.0], seconds_data=[1.0, 0.0], seconds_compute=[1.0, 2.0])])
+    split = charts[-2].figure
+    assert {trace.name: trace.x[0] for trace in split.data} == {"data": 25.0, "compute": 75.0}
+    assert not any("seconds_" in chart.figure.layout.title.text for chart in charts)
+
+
+def test_the_parts_of_the_goodput_table_add_up_to_all():
+    totals = Totals()
+    totals.add({"time": 8.0, "step": 4, "seconds": {"training": 6.0, "a bin of another version": 2.0}})
+    page = build_page([replace(make_run(), goodput=totals)])
+    rows = re.findall(r"<tr><td>([^<]*)</td><td>([\d.]+) s", page)
+    assert rows == [("training", "6.0"), ("a bin of another version", "2.0"), ("all", "8.0")]

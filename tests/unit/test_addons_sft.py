@@ -133,7 +133,7 @@ def test_a_run_on_a_stream_resumes_with_equal_bits(tmp_path: Path, kind: Any, pe
     settings = {"hps": {"epochs": 2, **hps}, "dataloader_num_workers": 0}
     unbroken, whole = fit(tmp_path / "whole", kind(data), module=module(), checkpoint_every=None, **settings)
     steps = unbroken.state.global_step
-    for stop in {2, steps // 2, steps - 1}:  # inside both epochs, and at the end of the first
+    for stop in {steps // 2, steps - 1}:  # at the end of the first epoch, and inside the second
         folder, settings["checkpoint_every"] = tmp_path / f"stopped-{stop}", f"{stop} steps"
         with pytest.raises(InterruptionError):
             fit(folder, kind(data), module=module(), callbacks=InterruptAt(stop), **settings)

@@ -16,7 +16,7 @@ import torch
 from accmt import PreferenceModule, SFTModule, Trainer
 from accmt.addons.sft import chat
 from accmt.addons.sft.chat import IGNORED, mask_row
-from accmt.addons.sft.images import ImageError, ImageReader, split_processor
+from accmt.addons.sft.images import ImageError, ImageReader, _align, split_processor
 from accmt.addons.sft.rows import Masking
 from accmt.errors import AccmtError, DataError
 from tests.conversations import draw_conversations, in_parts, trained_texts
@@ -279,3 +279,18 @@ def test_one_yaml_trains_a_model_of_images_and_its_folder_is_loaded(tmp_path: Pa
     assert again.apply_chat_template(rows[0]["messages"], tokenize=True) == processor.apply_chat_template(
         rows[0]["messages"], tokenize=True
     )
+
+
+def test_tokens_around_one_image_are_followed_and_unclear_ones_are_not():
+    assert _align([1, 9, 2], [1, 7, 9, 9, 8, 2], 9) == [0, None, None, None, None, 2]
+    assert _align([1, 9, 2, 9, 3], [1, 9, 9, 2, 9, 3], 9) == [0, None, None, 2, None, 4]
+    assert _align([1, 9, 2, 9, 3], [1, 7, 9, 2, 9, 3], 9) is None
+    assert _align([1, 9, 2], [1, 9, 3], 9) is None
+    assert _align([1, 9, 2], [1, 2], 9) is None
+
+
+def test_generation_in_evaluations_rejects_images(tmp_path: Path):
+    hps = {**HPS, "evaluation": {"generate": {"max_new_tokens": 2}}}
+    module = SFTModule(make_image_model(), make_processor())
+    with raises_at(AccmtError, "evaluation.generate"):
+        Trainer(hps, tmp_path, verbose=False, metrics=["exact_match"]).fit(module, drawn(4), drawn(4))

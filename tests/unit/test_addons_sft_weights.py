@@ -187,3 +187,14 @@ def test_a_table_of_datasets_has_weights_where_they_are_not_none():
     samples = TokenizedRows(table, Masking(tokenizer()))
     assert max(samples[0]["loss_weights"]) == 0.5
     assert max(samples[1]["loss_weights"]) == 2.0
+
+
+def test_a_batch_without_weight_has_a_finite_loss_and_gradient():
+    module = SFTModule(make_model(), tokenizer())
+    samples = [mask_row(tokenizer(), say("a", "b", weight=weight)).sample() for weight in (0, 2)]
+    batch = module.collate_fn(samples)
+    output = module.step({name: entry[:1] for name, entry in batch.items()})
+    assert output["weight"] == 0
+    output["loss"].backward()
+    assert all(weight.grad.isfinite().all() for weight in module.model.parameters())
+    assert module.predict_step(batch).shape[:2] == batch["input_ids"].shape

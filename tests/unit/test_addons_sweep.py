@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from accmt import Callback, LambdaCallback, Sweep, Trainer, read_files
 from accmt.addons.fork.lineage import find_parent
-from accmt.addons.sweep.results import write_table
+from accmt.addons.sweep.results import LiveTable, write_table
 from accmt.addons.sweep.spec import grid_of
 from accmt.addons.sweep.study import JOURNAL_FILE, SweepStudy, perturb
 from accmt.addons.sweep.worker import share_of
@@ -475,3 +475,12 @@ def test_a_sweep_whose_trials_all_failed_has_an_exit_code(
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
         assert main(["sweep", "sweep.yaml", "--", sys.executable, "train.py"]) == 1
     assert "no trial ended with a value" in capsys.readouterr().out
+
+
+def test_the_table_in_a_terminal_is_drawn_again_in_its_place(capsys: pytest.CaptureFixture[str]):
+    view = LiveTable()
+    make(trials=2).run(train, view=view)
+    view.show(make().result())
+    shown = capsys.readouterr().err
+    assert "2 complete; about" in shown
+    assert shown.count("\x1b[4A\x1b[J") == shown.count("val_loss  step") - 1  # each but the last is removed

@@ -136,3 +136,14 @@ def test_the_model_is_in_the_mode_that_it_was_in(mode: bool) -> None:
     module.model.train(mode)
     make_trainer().tune(module, make_points(), lr=True)
     assert module.model.training is mode
+
+
+def test_a_wrong_search_is_refused(tmp_path: Path) -> None:
+    with raises_at(ArgumentError, "Trainer.tune(batch_size=...)"):
+        make_trainer({}, str(tmp_path / "model")).tune(Linear(), make_points(), batch_size="best")  # type: ignore[arg-type]
+
+
+def test_a_batch_size_is_not_looked_for_where_documents_are_packed(tmp_path: Path) -> None:
+    trainer = make_trainer({"packing": True, "max_tokens": 64}, str(tmp_path / "model"))
+    with raises_at(ArgumentError, "Trainer.tune(batch_size=...)"):
+        trainer.tune(Linear(), make_points(), batch_size="power")

@@ -4,8 +4,17 @@ import pytest
 from torch import nn
 
 from accmt import AcceleratorModule
-from accmt.callbacks import HOOKS, Callback, Hooks, LambdaCallback, MainProcessCallback, build_callbacks, find_hooks
-from accmt.compat import OtherHookNames
+from accmt.callbacks import (
+    ALIASES,
+    HOOKS,
+    Callback,
+    Hooks,
+    LambdaCallback,
+    MainProcessCallback,
+    build_callbacks,
+    find_hooks,
+)
+from accmt.compat import HOOK_NAMES, OtherHookNames
 from accmt.errors import ModuleContractError
 from tests.raising import raises_at
 from tests.tables import each
@@ -142,3 +151,61 @@ def test_every_hook_is_called_with_the_keywords_of_its_row():
 def test_a_class_in_the_place_of_a_callback_is_an_error(value):
     with raises_at(ModuleContractError, "Trainer(callbacks=...)"):
         build_callbacks(value)
+
+
+def test_a_callback_of_functions_calls_them_with_the_keywords_that_they_name():
+    seen = []
+    callback = LambdaCallback(on_epoch_end=lambda: seen.append("end"), on_log=lambda step: seen.append(step), order=3)
+    hooks = Hooks([callback])
+    hooks.on_epoch_end[0]()
+    hooks.on_log[0](values={}, step=7)
+    assert seen == ["end", 7]
+    assert callback.order == 3
+
+
+def test_a_callback_of_functions_takes_builtins():
+    values = []
+    hooks = Hooks([LambdaCallback(on_epoch_end=values.clear, on_log=lambda values, step: None)])
+    values.append(1)
+    hooks.on_epoch_end[0]()
+    assert values == []
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("on_epoch_ends", "on_epoch_end"), ("epoch_end", "on_epoch_end")])
+def test_a_callback_of_functions_refuses_what_is_no_hook(name, nearest):
+    with raises_at(ModuleContractError, f"LambdaCallback.{name}", do=f"did you mean {nearest}?"):
+        LambdaCallback(**{name: lambda: None})
+
+
+OF_OTHERS = [
+    ("on_end_train_step", "on_update_end"),  # of PyMarlin
+    ("before_step", "on_before_training_step"),  # of trainer_tools
+    ("after_cancel", "on_keyboard_interrupt"),
+    ("on_train_start", "on_fit_start"),  # of Lightning
+    ("on_train_batch_start", "on_before_training_step"),
+]
+
+
+def test_every_hook_of_the_table_is_an_attribute_of_the_dispatch():
+    assert {name for name in vars(Hooks([])) if name.startswith("on_")} == set(HOOKS)
+    hooks = Hooks([])
+    assert {name: getattr(hooks, name) for name in HOOKS} == dict.fromkeys(HOOKS, ())
+
+
+def test_every_alias_is_another_name_of_a_hook():
+    assert {*ALIASES.values(), *HOOK_NAMES.values()} <= set(HOOKS)
+    assert len({*ALIASES, *HOOK_NAMES, *HOOKS}) == len(ALIASES) + len(HOOK_NAMES) + len(HOOKS)
+
+
+@each(("alias", "hook"), OF_OTHERS)
+def test_a_name_of_another_trainer_reaches_our_hook_where_it_is_asked_for(alias, hook):
+    called = []
+    methods = {alias: lambda self: called.append(alias)}
+    with raises_at(ModuleContractError, f"Watcher.{alias}", do=f"def {hook}("):
+        Hooks([type("Watcher", (Callback,), methods)()])
+    watcher = type("Watcher", (OtherHookNames, Callback), methods)()
+    for name, keywords in HOOKS.items():
+        for method in getattr(Hooks([watcher]), name):
+            method(**dict.fromkeys(keywords))
+            assert name == hook
+    assert called == [alias]

@@ -223,3 +223,14 @@ def test_an_environment_variable_that_differs_is_named_without_its_value(capsys:
     assert "environment variable CUT" in printed
     assert "of 0.125" not in printed
     assert "of 0.125" not in Path(folders[0], LEDGER_FILE).read_text()
+
+
+def test_changed_lines_of_a_program_in_git_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = train("a"), train("b", factor=2)
+    rewrite(first, git={"commit": "1" * 40, "diff": "--- a/f\n+++ b/f\n+same = 1\n"})
+    rewrite(second, git={"commit": "1" * 40, "diff": "--- a/f\n+++ b/f\n+same = 1\n-factor = 1\n+factor = 2\n"})
+    capsys.readouterr()
+    assert main(["diff", first, second]) == 1
+    output = capsys.readouterr().out
+    assert "code: +factor = 2  (in B only)" in output
+    assert "same = 1" not in output

@@ -68,6 +68,7 @@ def losses_of(run: Path) -> dict[int, str]:
     }
 
 
+@pytest.mark.slow
 def test_a_fork_a_fork_of_it_and_a_replay_of_that(project: Path, tmp_path: Path) -> None:
     logs = project / "logs" / "model"
     command = ("-m", "accmt.cli.main", "fork", "logs/model/run", "--at", "5", "--hps.optim.lr=0.05", "--clip_grad", "1")

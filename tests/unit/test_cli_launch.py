@@ -99,7 +99,7 @@ def test_one_process_is_the_script_itself(script):
     script.write_text(script.read_text() + "sys.exit(3)\n")
     program = "import sys; from accmt.cli.main import main; sys.exit(main())"
     run = [sys.executable, "-c", program, "launch", "--cpu", str(script), "--lr", "1e-3"]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stdout) == (3, "['--lr', '1e-3'] true\n")
 
 

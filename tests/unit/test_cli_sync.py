@@ -79,32 +79,6 @@ def test_a_killed_run_gets_its_rows_and_its_true_status(store, capsys):
     assert client.get_run(run_id).info.status == "KILLED"
 
 
-def test_a_killed_run_of_which_every_row_has_arrived_gets_its_true_status(store, capsys):
-    tracking = start(MLFlow, store, "arrived")
-    wait_until(lambda: DeliveryFile.read(tracking.run_folder).accounts["mlflow"].settled == 4)  # with the configuration
-    kill(tracking)
-    client = mlflow.MlflowClient(f"sqlite:///{store}/mlflow.db")
-    run_id = DeliveryFile.read(tracking.run_folder).accounts["mlflow"].run_id
-    client.update_run(run_id, status="RUNNING")  # as it stands where nobody could end it
-    exit_code, printed = sync(capsys, tracking.run_folder)
-    assert (exit_code, printed.out) == (0, "mlflow: 0 rows delivered, 0 left\n")
-    assert client.get_run(run_id).info.status == "KILLED"
-    assert points_of(client, run_id) == [(1, 1.0), (2, 2.0), (3, 3.0)]
-
-
-@pytest.mark.parametrize(("settled", "steps"), [(0, [1, 2, 3]), (2, [2, 3]), (3, [3])])
-def test_what_a_killed_tracker_had_in_memory_only_is_delivered_again(settled, steps, store, capsys):
-    tracking = start(TensorBoard, store, f"memory-{settled}")
-    kill(tracking)
-    ledger = DeliveryFile.read(tracking.run_folder)
-    account = ledger.accounts["tensorboard"]
-    account.delivered, account.handed, account.settled = 4, 4, settled  # of the configuration and three rows
-    ledger.save()
-    exit_code, printed = sync(capsys, tracking.run_folder)
-    assert (exit_code, printed.out) == (0, f"tensorboard: {len(steps)} rows delivered, 0 left\n")
-    assert [step for step, _ in tensorboard_points(tracking.run_folder)] == steps
-
-
 def test_a_run_that_is_complete_is_left_alone(store, capsys):
     tracking = start(TensorBoard, store, "complete")
     tracking.finish("FINISHED")

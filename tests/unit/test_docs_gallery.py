@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -57,13 +56,3 @@ def test_the_curves_of_a_history_are_averages_of_neighbours_and_end_with_the_las
     assert [len(points) for points in lines] == [40, 1]
     titles = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}title")]
     assert titles[0] == "loss 989.5 at step 10"
-
-
-def test_the_newest_run_of_a_folder_is_drawn(script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name, loss in (("2026-01-01", 1.0), ("2026-01-02", 2.0)):
-        (tmp_path / "logs" / name).mkdir(parents=True)
-        row = f'{{"step": 1, "time": 0.0, "values": {{"loss": {loss}}}}}\n'
-        (tmp_path / "logs" / name / "history.jsonl").write_text(row)
-    monkeypatch.setattr("sys.argv", ["draw_curves.py", str(tmp_path / "logs"), str(tmp_path / "loss.svg"), "loss"])
-    script["main"]()
-    assert "loss 2" in texts_of((tmp_path / "loss.svg").read_text())

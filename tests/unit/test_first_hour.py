@@ -98,18 +98,6 @@ def test_an_error_outside_a_step_names_what_was_being_done(phase, tmp_path):
     assert any(note.startswith(f"This happened in {phase}, after") for note in failure.value.__notes__)
 
 
-def test_a_batch_that_cannot_be_described_does_not_hide_the_error_of_the_step():
-    class Odd(dict):
-        def items(self):
-            raise OSError
-
-        def to(self, *_args, **_keywords):
-            return self
-
-    with pytest.raises(ZeroDivisionError):
-        make_trainer(collate_fn=lambda _: Odd(x=torch.zeros(2))).fit(Failing(), Numbers(4))
-
-
 class Failing(Scripted):
     def training_step(self, batch):
         return 1 / 0
@@ -185,12 +173,6 @@ def test_the_traceback_of_a_step_has_two_frames_of_accmt():
     assert len(files_of_accmt(failure.value)) == 2
     assert files.index(__file__, 1) == 3
     assert "torch/nn" in files[-1]
-
-
-def test_the_traceback_of_an_error_of_ours_has_its_place():
-    with pytest.raises(accmt.DataError) as failure:
-        make_trainer().fit(Linear(), Numbers(0))
-    assert len(files_of_accmt(failure.value)) == 2
 
 
 def test_a_fault_of_accmt_keeps_its_traceback(monkeypatch):
@@ -312,3 +294,36 @@ def test_val_loss_and_valid_loss_are_one(name):
     state = make_trainer(hps, **saving).fit(Scripted([1, 2, 3]), Numbers(2), Numbers(2))
     assert (state.best, state.epoch) == ({"best_valid_loss": 1.0}, 2)
     assert make_trainer(model_saving=f"best_{name}").fit(Linear(), make_points()).best.keys() == {"best_train_loss"}
+
+
+class Unlengthed:
+    def __getitem__(self, index):
+        return 0.0
+
+
+class Framed:
+    """What matters of a pandas DataFrame."""
+
+    iloc = ()
+
+    def to_dict(self, orient):
+        raise NotImplementedError
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, column):
+        raise KeyError(column)
+
+
+@each(
+    ("data", "got", "do"),
+    [
+        (Unlengthed(), "Unlengthed", "def __len__"),
+        (Framed(), "a Framed of pandas", 'frame.to_dict("records")'),
+    ],
+)
+def test_what_is_no_dataset_is_told_with_how_to_make_one(data, got, do):
+    for train, validation in ((data, None), (Numbers(2), data)):
+        with raises_at(accmt.DataError, "data", got, do=do):
+            make_trainer().fit(Scripted(), train, validation)

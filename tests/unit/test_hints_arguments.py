@@ -209,20 +209,6 @@ def test_training_arguments_are_told_value_by_value():
     assert not {"bf16", "disable_tqdm", "do_eval", "eval_strategy", "gradient_checkpointing", "optim"} & told.keys()
 
 
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [
-        ("adamw_torch_fused", "AdamW, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm], betas"),
-        ("adamw_bnb_8bit", "bitsandbytes.optim.AdamW8bit, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm]"),
-        ("adafactor", "Adafactor, lr: 2e-05, weight_decay: 0.1, no_decay: [bias, norm]}"),
-    ],
-)
-def test_training_arguments_name_their_optimizer_and_what_it_does_not_decay(theirs, ours):
-    args = TrainingArguments("out", optim=theirs, learning_rate=2e-5, weight_decay=0.1, adam_beta2=0.95, use_cpu=True)
-    told = find_foreign("args", args)[1]
-    assert f"learning_rate: write `optim: {{type: {ours}" in told
-
-
 def test_a_key_that_another_one_stands_for_is_not_told_to_be_missing():
     with pytest.raises(HyperParameterError) as caught:
         HyperParameters.from_config({"num_train_epochs": 5, "per_device_train_batch_size": 4, "learning_rate": 0.1})

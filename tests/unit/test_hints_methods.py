@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 import torch
@@ -50,15 +49,6 @@ def test_fit_refuses_before_it_trains():
     with pytest.raises(ModuleContractError, match=r"(?s)LightningModule.*do: write def get_optimizer\(self\)"):
         trainer.fit(module, make_points())
     assert trainer.state.train_step == 0
-
-
-def test_all_methods_of_another_trainer_are_told_at_once():
-    methods = {name: lambda self: None for name in ("configure_optimizers", "train_dataloader", "val_dataloader")}
-    with pytest.raises(ModuleContractError) as caught:
-        check_module(module_with(**methods))
-    assert re.findall(r"^Ported\.(\w+)$", str(caught.value), re.MULTILINE) == sorted(methods)
-    assert "return torch.optim.AdamW(self.model.parameters(), lr=1e-3)" in str(caught.value)
-    assert "`step_scheduler_per_epoch: true`" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", ["validate", "test", "predict"])
@@ -150,3 +140,12 @@ def test_hooks_of_others_that_are_not_here_are_told_apart_from_misspelt_ones(nam
         with raises_at(ModuleContractError, name, "a hook of ") as caught:
             define()
         assert "did you mean" not in str(caught.value)
+
+
+def test_optimization_by_hand_is_another_class_here():
+    module = Linear()
+    module.automatic_optimization = False
+    with raises_at(ModuleContractError, "Linear.automatic_optimization"):
+        check_module(module)
+    module.automatic_optimization = True
+    check_module(module)

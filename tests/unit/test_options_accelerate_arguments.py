@@ -6,7 +6,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from accmt.addons.hints.table import PRECISIONS
 from accmt.errors import ArgumentError
 from tests.raising import raises_at
 from tests.toys import make_trainer
@@ -30,11 +29,3 @@ def test_precisions_of_others_are_told_what_they_are_here(value):
     if value != "fp15":
         with raises_at(ArgumentError, "Trainer(precision=...)"):
             make_trainer(precision=value)
-
-
-@pytest.mark.parametrize("advice", sorted(set(PRECISIONS.values())))
-def test_what_is_advised_works(advice):
-    if advice.startswith("mixed_precision="):
-        assert make_trainer(mixed_precision=advice.split('"')[1]).settings
-    else:
-        assert advice.startswith(("model.", "leave it out"))

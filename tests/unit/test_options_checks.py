@@ -26,6 +26,7 @@ from accmt.errors import AccmtError, ArgumentError
 from accmt.options import Settings
 from accmt.options.units import Every
 from tests.raising import raises_at
+from tests.toys import Linear, make_points, make_trainer
 
 HPS = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 0.1}}
 
@@ -225,3 +226,10 @@ def test_options_that_can_be_off_are_off(given):
 def test_a_tensor_is_no_number(name):
     with raises_at(ArgumentError, f"Trainer({name}=...)"):
         Trainer(HPS, "out", **{name: torch.tensor(1.0)})
+
+
+@pytest.mark.parametrize("options", [{"mode": "fastest"}, {"backend": "inductr"}])
+def test_a_mode_or_backend_that_the_compiler_does_not_have(options):
+    trainer = make_trainer(compile=options)
+    with raises_at(ArgumentError, f"Trainer(compile={options})"):
+        trainer.fit(Linear(), make_points())

@@ -105,3 +105,16 @@ def test_a_rate_of_0_in_every_group_is_no_error_and_is_known():
 def test_a_scheduler_may_raise_a_rate_of_0(scheduler):
     assert not learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, **scheduler)
     assert learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, scheduler="CosineAnnealingLR")
+
+
+class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
+    def __init__(self, optimizer, peak):
+        self.peak = peak
+        super().__init__(optimizer)
+
+    def get_lr(self):
+        return [self.peak for _ in self.base_lrs]
+
+
+def test_a_scheduler_of_ones_own_may_set_the_rate():
+    assert not learns_nothing(optim="AdamW", optim_kwargs={"lr": 0}, scheduler=OwnPeak, scheduler_kwargs={"peak": 1e-3})

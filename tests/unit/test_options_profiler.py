@@ -7,8 +7,6 @@ import torch
 from accelerate.utils import ProfileKwargs
 
 from accmt import Trainer
-from accmt.errors import ArgumentError
-from tests.raising import raises_at
 from tests.toys import make_trainer
 
 
@@ -22,13 +20,3 @@ def test_names_come_back_from_the_configuration(given):
 def test_objects_of_accelerate_and_torch_are_kept():
     for given in (ProfileKwargs(with_stack=True), torch.profiler.profile()):
         assert make_trainer(profiler=given).settings.running.profiler is given
-
-
-@pytest.mark.parametrize(
-    ("given", "nearest"),
-    [("Simple", "simple"), ("pytorchh", "pytorch"), (True, ""), (ProfileKwargs, ""), (["simple"], "simple")],
-)
-def test_anything_else_is_refused_with_the_choices(given, nearest):
-    with raises_at(ArgumentError, "Trainer(profiler=...)") as e:
-        make_trainer(profiler=given)
-    assert f'profiler="{nearest}' in str(e.value)

@@ -277,6 +277,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.slow
 def test_sync_delivers_what_a_kill_left(tmp_path):
     root = Path(__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=root, capture_output=True, check=False)

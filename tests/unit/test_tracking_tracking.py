@@ -1,5 +1,4 @@
 import math
-import time
 
 import mlflow
 import pytest
@@ -86,13 +85,6 @@ def make(log_with, logging_dir, *, run_name="run", kwargs=None, is_main_process=
     )
 
 
-def wait_until(condition, timeout_s=120):
-    ends = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < ends, "waited in vain"
-        time.sleep(0.01)
-
-
 def mlflow_run(folder, tracking):
     return mlflow.MlflowClient(f"sqlite:///{folder}/mlflow.db").get_run(tracking.run_ids["mlflow"])
 
@@ -174,25 +166,6 @@ def test_nothing_happens_off_the_main_process(tmp_path):
     assert (tracking.loggers, tracking.run_ids, recorder.calls) == ([], {}, [])
     assert list(tmp_path.iterdir()) == []
     assert tracking.run_folder == tmp_path / "logs" / "track" / "run"
-
-
-def test_a_tracker_that_raises_gets_its_rows_later_and_holds_up_nobody(tmp_path, caplog):
-    good, bad = Recorder(), Recorder(failing=("log",))
-    bad.name = "bad"
-    tracking = make([bad, good], tmp_path)
-    tracking.start({})
-    tracking.log({"loss": 1.0}, 1)
-    tracking.log({"loss": 2.0}, 2)
-    wait_until(lambda: caplog.messages)
-    bad.failing = ()
-    tracking.log({"loss": 3.0}, 3)
-    tracking.finish("FINISHED")
-    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "the tracker bad" in warning
-    assert "log refused" in warning
-    for recorder in (good, bad):
-        assert [call[2] for call in recorder.calls if call[0] == "log"] == [1, 2, 3]
-    assert [row["step"] for row in read_history(tracking.run_folder) if "step" in row] == [1, 2, 3]
 
 
 def test_a_refused_configuration_and_a_failing_end_are_warnings(tmp_path, caplog):
@@ -341,3 +314,9 @@ def test_a_run_that_is_resumed_before_its_first_new_row_knows_the_step_of_the_la
         again.finish("FAILED")
     rewinds = [row["rewind"] for row in read_history(again.run_folder, include_superseded=True) if "rewind" in row]
     assert [rewind["step"] for rewind in rewinds] == [3, 3]
+
+
+def test_the_first_tracker_with_a_dashboard_gives_the_command(tmp_path):
+    assert make(None, tmp_path).dashboard_command() == []
+    assert make([Recorder(), TensorBoard, MLFlow], tmp_path).dashboard_command()[0] == "tensorboard"
+    assert make([MLFlow, TensorBoard], tmp_path).dashboard_command()[:2] == ["mlflow", "ui"]
