@@ -20,7 +20,7 @@ BUDGET = {
     "nodes of the core's syntax tree": 190_430,
     "functions in private_names.py": 40,
     "packages that import one another": 0,
-    "lines of a first run": 4342,
+    "lines of a first run": 4345,
     "files of a first run": 118,
     "lines of one later step": 398,
     "files of one later step": 25,
