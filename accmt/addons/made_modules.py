@@ -181,10 +181,8 @@ def from_hps(
 ) -> HuggingFaceModule:
     """Create a module from the section `model` of hyper-parameters: `AcceleratorModule.from_hps`."""
     hps = HyperParameters.from_config(hps_config)
-    module = _make(partial(build_from_hps, hps), processor, in_fit=True)
+    module = _make(partial(build_from_hps, hps), processor, in_fit=in_fit)
     module.hps = hps
-    if not in_fit:
-        module.configure_model()
     return module
 
 

@@ -118,6 +118,7 @@ class TrainedParameters:
         Raises:
             ReplicasDifferError: They differ.
         """
+        # A process that saves alone, after others have failed, has nobody to compare with.
         if self.replicas is not None and num_processes() > 1:
             self.replicas.require_equal(step)
 
