@@ -99,6 +99,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
+        "in_units": "accmt.addons.same_bits.engine:in_units",
         "load_adapters": "accmt.addons.peft_adapters:load_adapters",
         "make_largest_batch": "accmt.addons.largest_batch:make_largest_batch",
         "media_log": "accmt.addons.media:MediaLog",
@@ -139,6 +140,8 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "without_bad_samples": "accmt.addons.bad_samples:without_bad_samples",
     },
     ADDED_FEATURES: {
+        "missing_gradients": "accmt.addons.missing_gradients:MissingGradients",
+        "quantized_weights": "accmt.addons.quantized_weights:QuantizedWeights",
         "bad_samples": "accmt.addons.bad_samples:BadSampleCounts",
         "packing_check": "accmt.addons.packing_check:PackingCheck",
         "own_loss": "accmt.addons.own_loss:OwnLoss",
@@ -153,6 +156,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "tasks": "accmt.addons.benchmark_tasks:BenchmarkTasks",
         "timed_checkpoints": "accmt.addons.goodput.pace:TimedCheckpoints",  # acts on what the next one has measured
         "goodput": "accmt.addons.goodput.recorder:GoodputRecorder",
+        "same_bits": "accmt.addons.same_bits.feature:SameBits",
         "sources": "accmt.addons.mix.feature:SourceLosses",
         "window_sums": "accmt.addons.prefer.window_sums:WindowSums",  # reads ahead, after others have measured
         "remote_models": "accmt.addons.remote_models:RemoteModels",  # a model is published before its checkpoint
@@ -207,6 +211,7 @@ ONLY_WITH: dict[str, tuple[str, ...]] = {
     "timed_checkpoints": ("checkpoint_every",),
     "remote_checkpoints": ("checkpoint", "resume"),
     "remote_models": ("model_url",),
+    "same_bits": ("same_bits",),
     "sources": ("data",),
     "fork_point": ("fork",),
 }

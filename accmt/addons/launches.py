@@ -61,20 +61,38 @@ class LaunchRecord(Feature):
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._step = 0
+        self._is_written = False
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> LaunchRecord | None:
         return cls(run) if isinstance(run, Run) and not run.settings.running.fast_dev_run else None
 
     def on_start(self) -> None:
-        """Write the line; a disk that is full or read-only causes a warning."""
+        """Note the step at which the run starts."""
+        self._step = self._run.state.global_step
+
+    def after_row(self, row: Mapping[str, float]) -> None:
+        """Write the line with the first row; before, there is nothing to make again."""
+        self._run.features.drop(self.after_row)
+        self.before_use()
+
+    def before_use(self) -> None:
+        """Write the line before the first evaluation or checkpoint, if there was no row.
+
+        A disk that is full or read-only causes a warning.
+        """
+        run = self._run
+        run.features.drop(self.before_use)
+        if self._is_written:
+            return
+        self._is_written = True
         if not is_main_process():
             return
-        run = self._run
         path = current_folder() / run.tracking.run_folder / LAUNCHES_FILE
         own = {"time": time.time(), "run_id": run.saver.run_id, "attempt": run.tracking.attempt}
         try:
-            lines = [dumps(line) for line in [*_read(path), {**own, **describe_launch(run)}]]
+            lines = [dumps(line) for line in [*_read(path), {**own, **describe_launch(run), "step": self._step}]]
             write_text(path, "\n".join(lines) + "\n")
         except OSError as error:
             expected = "a writable file; training continues without it"

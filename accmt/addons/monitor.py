@@ -16,7 +16,6 @@ from accmt.messages import warn, warn_once
 from accmt.options.tracking import Monitor
 from accmt.processes import num_data_processes, num_processes
 from accmt.registry import MONITORED_VALUES, find
-from accmt.sharded_tensors import total_norm
 
 # ---- CPU and GPU utilization, sampled at most twice a second
 
@@ -342,7 +341,7 @@ class GradientNorm(Callback):
         may_end_row = every == -1 or (self.state.global_step + 1) % every == 0 or bool(is_last)
         if may_end_row:
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-            self._norm = total_norm(gradients, self._order_of_norm)
+            self._norm = self.trainer.run.engine.total_norm(gradients, self._order_of_norm)
 
 
 class Epochs(MainProcessCallback):

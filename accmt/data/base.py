@@ -111,6 +111,7 @@ class SourceOptions:
         skips_bad: Whether samples that cannot be read are skipped.
         also_read: Other data that is read meanwhile; it may be the same.
         group_stream: Returns a stream with its samples in groups, given the stream and the run's seed.
+        plan: Plans the micro-batches of an epoch.
     """
 
     purpose: str
@@ -130,6 +131,7 @@ class SourceOptions:
     skips_bad: bool = False
     also_read: Sequence[Any] = ()
     group_stream: Callable[[Any, int], Any] | None = None
+    plan: Callable[[int, int, Shard], Plan] = Plan
 
     @property
     def kind(self) -> str:
@@ -452,7 +454,7 @@ def plan_epoch(num_samples: int, options: SourceOptions, *, multiple: int = 1, s
         multiple: Samples at the end beyond a multiple of this are dropped; 1 drops none.
         start: Where reading begins.
     """
-    epoch = Plan(num_samples - num_samples % multiple, options.batch_size, options.shard)
+    epoch = options.plan(num_samples - num_samples % multiple, options.batch_size, options.shard)
     require_not_empty(
         epoch.num_micro_batches, options, f"{num_samples} samples for batches of {epoch.global_batch_size}"
     )

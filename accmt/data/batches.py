@@ -19,7 +19,6 @@ class Cut(NamedTuple):
 
     Attributes:
         number: Its number in the accumulation window, from 0.
-        num_finished: Planned batches that end with it: all of the window for the last micro-batch, else none.
         places: In an evaluation, for each sample of this process's batch, the index of the batch it was read in and
             its position there; None in training.
         num_targets: Labeled tokens in a row of packed documents, over which its loss is averaged; None otherwise.
@@ -27,7 +26,6 @@ class Cut(NamedTuple):
     """
 
     number: int
-    num_finished: int
     places: list[tuple[int, int]] | None = None
     num_targets: int | None = None
     samples: list[int] | None = None
@@ -42,6 +40,10 @@ class MicroBatch:
         batch: This process's batch; None if it has none.
         borrowed: Another process's micro-batch, which a process without a batch runs in place; it counts nothing.
         num_lenders: The processes with a batch, where some have none; those that share a batch count as one.
+        num_finished: Planned batches that end with it; if samples were split, all of the window for the last one, and
+            none for the others.
+        ends_batch: Whether it is the last of those that make a batch of all processes, where those are several.
+        unit: Where its samples were planned, if its randomness follows from that alone, not from the process.
         num_samples: Samples over all processes; None if only the batches show it.
         own_samples: Samples collated into this process's batch; None if only the batch shows it.
         ending: Whether the epoch ends with this micro-batch; or a function that tells, for which data of unknown length
@@ -61,10 +63,13 @@ class MicroBatch:
     own_samples: int | None = None
     ending: bool | Callable[[], bool] = False
     is_partial: bool = False
+    indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
+    num_finished: int = 1
+    ends_batch: bool = True
+    unit: int | None = None
     bad: tuple[BadSample, ...] = ()
     num_bad: int = 0
     cut: Cut | None = None
-    indices: Sequence[int] | np.ndarray[Any, Any] | None = field(default=None, compare=False, repr=False)
     borrowed: MicroBatch | None = None
     num_lenders: int | None = None
 
@@ -101,19 +106,13 @@ class MicroBatch:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
         # With the number, because micro-batches of one index would draw the same dropout.
         number = () if self.cut is None else (self.cut.number,)
-        return derive_seed(seed, purpose, *epoch, self.index, data_index, *number)
+        place = (self.index, data_index) if self.unit is None else (self.unit,)
+        return derive_seed(seed, purpose, *epoch, *place, *number)
 
     @property
     def is_unread(self) -> bool:
         """Whether this process has no batch because none of its samples could be read."""
         return self.batch is None and bool(self.bad)
-
-    @property
-    def num_finished(self) -> int:
-        """The number of planned batches that end with it."""
-        if self.cut is None:
-            return 1
-        return self.cut.num_finished
 
     @property
     def places(self) -> list[tuple[int, int]] | None:

@@ -134,14 +134,14 @@ class PlannedSource:
             self._rows_before = None
         require_same_everywhere(self._options, self._describe(), self._order.digest(epoch))
         batches = self._reading = self._read()
-        last, num_processes = plan.num_micro_batches - 1, plan.shard.count
+        end = plan.num_micro_batches
         counts_batches = isinstance(self._order, UserBatches)
         order = self._sampler.order
-        num_samples: int | None
-        own_samples: int | None
-        for index, (positions, local_positions) in enumerate(plan.cut(range(first, last + 1)), first):
+        size: int | None
+        own_size: int | None
+        for index, positions, own, is_partial, num_finished, ends_batch, unit in plan.cut(first):
             batch = None
-            if local_positions:
+            if own:
                 try:
                     batch = next(batches)
                 except Exception as error:
@@ -151,13 +151,12 @@ class PlannedSource:
                     raise
                 if batch is None:
                     require_batch(batch, self._options)
-            num_samples, own_samples = len(positions), len(local_positions)
+            size, own_size = len(positions), len(own)
             if counts_batches:  # which may differ in size
-                num_samples = self._order.num_samples(epoch, positions)
-                own_samples = self._order.num_samples(epoch, local_positions)
-            is_last, is_partial = index == last, len(positions) < num_processes
-            indices = order[local_positions.start : local_positions.stop]
-            yield MicroBatch(index, batch, num_samples, own_samples, is_last, is_partial, indices=indices)
+                size = self._order.num_samples(epoch, positions)
+                own_size = self._order.num_samples(epoch, own)
+            is_last, indices = index + num_finished == end, order[own.start : own.stop]
+            yield MicroBatch(index, batch, size, own_size, is_last, is_partial, indices, num_finished, ends_batch, unit)
 
     def _read(self) -> Iterator[Any]:
         """Yield what the DataLoader would; without workers, its iterator costs as much as a small batch."""
@@ -242,7 +241,7 @@ class PlannedSource:
         start = self._start.of(epoch, first)
         self._plan = plan = plan_epoch(size, self._options, multiple=self._multiple, start=start)
         self.num_micro_batches: int | None = plan.num_micro_batches
-        self._sampler.start_at(epoch, plan, range(first, plan.num_micro_batches))
+        self._sampler.start_at(epoch, plan, first)
         return plan
 
     def _describe(self) -> str:
@@ -271,7 +270,8 @@ class DatasetSource(PlannedSource):
         order = Order(len(dataset), options.seed, shuffle=options.shuffle, sampler=sampler, permute=permute)
         multiple = 1
         if options.drop_last:
-            multiple = options.batch_size * options.shard.count * options.micro_batches_per_batch
+            plan = options.plan(0, options.batch_size, options.shard)
+            multiple = plan.global_batch_size * options.micro_batches_per_batch
         super().__init__(
             dataset,
             options,

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import xxhash
@@ -48,6 +48,28 @@ class Shard:
     count: int = 1
 
 
+class Part(NamedTuple):
+    """A planned micro-batch.
+
+    Attributes:
+        number: Its index in the epoch.
+        positions: The positions of its samples in the global order.
+        own: Those of this process; may be none.
+        is_partial: Whether some process has none.
+        num_finished: By how many the next index is higher.
+        ends_batch: Whether it is the last of those that make a batch of all processes.
+        unit: Where it was planned, if its randomness follows from that alone, not from the process.
+    """
+
+    number: int
+    positions: range
+    own: range
+    is_partial: bool
+    num_finished: int = 1
+    ends_batch: bool = True
+    unit: int | None = None
+
+
 @dataclass(frozen=True)
 class Plan:
     """The positions in the global order of each micro-batch of an epoch.
@@ -68,7 +90,7 @@ class Plan:
 
     @property
     def global_batch_size(self) -> int:
-        """Samples in a full micro-batch over all processes."""
+        """Samples between two indices: those of a full micro-batch over all processes."""
         return self.batch_size * self.shard.count
 
     @property
@@ -83,21 +105,29 @@ class Plan:
 
     def local_indices(self, index: int) -> range:
         """Return the positions in the global order of a micro-batch on this process; may be empty."""
-        return next(self.cut(range(index, index + 1)))[1]
+        return next(self.cut(index)).own
 
-    def cut(self, indices: range) -> Iterator[tuple[range, range]]:
-        """Yield the positions in the global order of each of these micro-batches: on all processes, and on this one.
+    def cut(self, first: int) -> Iterator[Part]:
+        """Yield the micro-batches of the epoch from `first` on.
 
         One function for speed: it runs twice per micro-batch, when it is fetched and when it is trained on.
         """
         size, rank, count = self.global_batch_size, self.shard.index, self.shard.count
-        for index in indices:
+        for index in range(first, self.num_micro_batches):
             start = min(self.first_sample + (index - self.first_micro_batch) * size, self.num_samples)
             stop = min(start + size, self.num_samples)
             # Of a short last micro-batch, the first `extra` processes get one sample more than the others.
             base, extra = divmod(stop - start, count)
             begin = start + rank * base + min(rank, extra)
-            yield range(start, stop), range(begin, begin + base + (rank < extra))
+            yield Part(index, range(start, stop), range(begin, begin + base + (rank < extra)), stop - start < count)
+
+    def count(self, first: int) -> int:
+        """Return the number of micro-batches from `first` on of which this process gets a part."""
+        number = self.num_micro_batches - first
+        # It may have no part of the last one.
+        if number > 0 and not self.local_indices(self.num_micro_batches - 1):
+            number -= 1
+        return number
 
 
 T = TypeVar("T")
@@ -409,31 +439,27 @@ class GlobalBatchSampler(Sampler[BatchIndices]):
         self._purpose = purpose
         self._order_of_epoch: Any = None
 
-    def start_at(self, epoch: int, plan: Plan, micro_batches: range) -> None:
-        """Set what the next iteration yields."""
+    def start_at(self, epoch: int, plan: Plan, first: int) -> None:
+        """Set what the next iteration yields: the micro-batches of a plan from `first` on."""
         self._epoch = epoch
         self._plan = plan
-        self._micro_batches = micro_batches
+        self._first = first
         self._order_of_epoch = None
 
     def __iter__(self) -> Iterator[BatchIndices]:
         epoch, plan, order = self._epoch, self._plan, self.order
-        for _, part in plan.cut(self._micro_batches):
-            if part:
-                indices = order[part.start : part.stop].tolist()
-                yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, part.start))
+        for part in plan.cut(self._first):
+            if own := part.own:
+                indices = order[own.start : own.stop].tolist()
+                yield BatchIndices(indices, derive_seed(self._seed, self._purpose, epoch, own.start))
 
     def __len__(self) -> int:
-        number = len(self._micro_batches)
-        # This process may have no part of the last one, for which nothing is then fetched.
-        if number and not self._plan.local_indices(self._micro_batches[-1]):
-            number -= 1
-        return number
+        return self._plan.count(self._first)
 
     def digest(self, first: int, last: int) -> str:
         """Return a digest of the indices in micro-batches [first, last) over all processes, in their order."""
         plan = self._plan  # its arithmetic in place, since this runs once per step
-        size = plan.batch_size * plan.shard.count
+        size = plan.global_batch_size
         start = plan.first_sample + (first - plan.first_micro_batch) * size
         stop = min(plan.first_sample + (last - plan.first_micro_batch) * size, plan.num_samples)
         return xxhash.xxh3_64_hexdigest(self.order[start:stop])

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from accmt.data import MicroBatch
+from accmt.data import MicroBatch, SourceOptions
+from accmt.data.windows import WindowMaker
 from accmt.engine.borrowed import running_uneven_step
 from accmt.engine.meta_device import fill
 from accmt.engine.quantized import find_quantized
@@ -25,9 +26,10 @@ from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import forget_prepared, prepare_alone
 from accmt.options import Settings
 from accmt.precision import autocast, hold_in_float32
-from accmt.processes import num_processes
+from accmt.processes import num_data_processes, num_processes
 from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState
+from accmt.sharded_tensors import total_norm
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -57,6 +59,8 @@ class Engine:
             gradients in each backward and can skip that; otherwise None.
         notes_trained: Whether the set of trained parameters must not change within a window.
         inference_mode: Returns the context for evaluations.
+        divisor: By what the sum of the gradients of all processes is divided.
+        total_norm: Returns the norm of gradients, as `total_norm` of `accmt.sharded_tensors`.
     """
 
     needs_all: ClassVar[bool] = False
@@ -64,10 +68,12 @@ class Engine:
     calls: list[Any] | None = None
     notes_trained: bool = False
     inference_mode: type[torch.inference_mode | torch.no_grad] = torch.inference_mode
+    total_norm: Callable[..., torch.Tensor] = staticmethod(total_norm)
 
     def __init__(self, module: AcceleratorModule, accelerator: Accelerator) -> None:
         self._module = module
         self.accelerator = accelerator
+        self.divisor = num_data_processes()
         self.model: nn.Module = module.model
         self.unwrapped_model: nn.Module = module.model
 
@@ -142,6 +148,14 @@ class Engine:
         restore_batch_norm(model)
         self._module.model = model
 
+    def arrange(self, options: SourceOptions) -> SourceOptions:
+        """Return the options of data as this engine needs them to be divided among the processes."""
+        return options
+
+    def group(self, maker: WindowMaker) -> WindowMaker:
+        """Return the maker of windows of training data for this engine."""
+        return maker
+
     def around_backward(self) -> Callable[[], AbstractContextManager[None]] | None:
         """Return a function that creates the context of each backward, or None."""
         return None
@@ -195,6 +209,12 @@ class Engine:
 
     def add_note(self, error: Exception) -> None:
         """Add advice to an error of a step if torch's own message has none."""
+
+    def end_micro_batch(self, micro_batch: MicroBatch) -> None:
+        """Act on the gradients of a micro-batch, after its backward if there was one.
+
+        Processes: collective, unless forward and backward failed on some.
+        """
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
         """Reduce the gradients of a finished window, if the backward of the model does not.

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings: Settings) -> Engine:
     """Return the engine for a module's model, and let the processes of a split model share their batches.
 
+    With `same_bits`, it computes in units that do not depend on the processes.
+
     Raises:
         ArgumentError: Each process has separate data although the model is split over several processes.
     """
@@ -46,9 +48,12 @@ def choose_engine(module: AcceleratorModule, accelerator: Accelerator, settings:
     if size > 1:
         split: Engine = addon("tensor_parallel")(module, accelerator)
         return split
+    kind: type[Engine] = DataParallel
     if accelerator.is_fsdp2 or is_sharded(module.model):
-        return Sharded(module, accelerator)
-    is_alone = accelerator.distributed_type.value == "NO"  # a launcher may start a single process, which is wrapped
-    if is_alone:
-        return Alone(module, accelerator)
-    return DataParallel(module, accelerator)
+        kind = Sharded
+    elif accelerator.distributed_type.value == "NO":  # a launcher may start a single process, which is wrapped
+        kind = Alone
+    if settings.optimization.same_bits is None:
+        return kind(module, accelerator)
+    in_units: Engine = addon("in_units")(kind)(module, accelerator, settings)
+    return in_units

@@ -89,7 +89,7 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 gradient = gradient.to_dense()
             parameter.grad = gradient
             dense.append(parameter.grad)
-    for bucket in _buckets_of(dense):
+    for bucket in buckets_of(dense):
         flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
         dist.all_reduce(flat)
         flat.div_(num_processes())
@@ -98,7 +98,8 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
             gradient.copy_(part.view_as(gradient))
 
 
-def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Yield tensors in groups of one type, which are sent together."""
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 from accmt.callbacks import Callback
 from accmt.features.loss_guard import LossGuard
-from accmt.features.missing_gradients import MissingGradients
 from accmt.features.out_of_memory import OutOfMemory
-from accmt.features.quantized_weights import QuantizedWeights
 from accmt.module import AcceleratorModule
 from accmt.options import Settings
 from accmt.registry import added_features, addon
 from accmt.run.features import Feature
 
-_OF_CORE: tuple[type[Feature], ...] = (
-    OutOfMemory,
-    LossGuard,
-    MissingGradients,  # after it: steps that it skips are not checked
-    QuantizedWeights,
-)
+_OF_CORE: tuple[type[Feature], ...] = (OutOfMemory, LossGuard)
 
 
 def all_features(settings: Settings, *owners: AcceleratorModule | Callback) -> tuple[type[Feature], ...]:

@@ -41,9 +41,9 @@ def build_train_loader(
     data: Any,
     settings: Settings,
     state: TrainingState,
+    engine: Engine,
     *,
     seed: int,
-    device: torch.device,
     max_micro_batch_size: int | None = None,
     also_read: Sequence[Any] = (),
 ) -> Loader:
@@ -54,7 +54,8 @@ def build_train_loader(
     data_settings = settings.data
     if isinstance(data, DataLoader) and data_settings.data_options.group_by_length:
         warn("group_by_length has no effect on a DataLoader, which has its own order: pass its dataset to fit")
-    collate, pins_memory = find_collate(module, settings, data, "train"), _pins_memory(data_settings, device)
+    collate = find_collate(module, settings, data, "train")
+    pins_memory = _pins_memory(data_settings, engine.accelerator.device)
     _seed_own_generators(data, collate)
     batcher = _find_token_batcher(
         module, data, settings, collate=collate, seed=seed, pins_memory=pins_memory, kind="training"
@@ -80,7 +81,7 @@ def build_train_loader(
         also_read=also_read,
         **_reading(settings, batcher, collate=collate, seed=seed, pins_memory=pins_memory),
     )
-    source = build_source(batcher.data if batcher else data, options)
+    source = build_source(batcher.data if batcher else data, engine.arrange(options))
     maker: Any
     if (name := settings.optimization.window_maker) is not None:
         if module.uses_manual_optimization:
@@ -94,6 +95,7 @@ def build_train_loader(
         maker = ByCount(None)
     else:
         maker = ByCount(settings.optimization.accumulation_at)
+    maker = engine.group(maker)
     if batcher:
         maker = batcher.for_training(maker)
     return Loader(source, maker)
@@ -141,6 +143,7 @@ def build_evaluation_loader(
         sampler=data_settings.sampler_of("val") if is_validation else None,
         **_reading(settings, batcher, collate=collate, seed=seed, pins_memory=pins_memory),
     )
+    options = engine.arrange(options)
     if batcher is None:
         return Loader(build_source(data, options), through=through)
     maker = batcher.for_evaluation(purpose, batch_size=options.batch_size)
@@ -208,7 +211,10 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, se
     A dataset with a method `order_run`, such as a curriculum or a mixture, defines the order of the whole run.
     """
     if hasattr(data, "order_run"):
-        return data.order_run(module, settings, num_shards=_shard(settings.data).count, seed=seed)
+        num_shards = 1  # with `same_bits`, a batch is that of all processes
+        if settings.optimization.same_bits is None:
+            num_shards = _shard(settings.data).count
+        return data.order_run(module, settings, num_shards=num_shards, seed=seed)
     if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
     return addon("group_dataset")(

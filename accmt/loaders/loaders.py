@@ -146,8 +146,8 @@ class Loaders:
             self.train_data,
             settings,
             self._trainer.state,
+            self._engine,
             seed=self._seed,
-            device=self._engine.accelerator.device,
             max_micro_batch_size=lessons.get("max_micro_batch_size"),
             also_read=self._also_read,
         )

@@ -10,6 +10,7 @@ import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from accmt.data import MicroBatch, Window, derive_seed, seed_generators
+from accmt.engine.base import Engine
 from accmt.engine.model_calls import require_call
 from accmt.errors import ModuleContractError, fail
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
@@ -134,6 +135,9 @@ class AutomaticSteps:
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
         self._no_sync = engine.no_sync
+        self._end_micro_batch = None
+        if type(engine).end_micro_batch is not Engine.end_micro_batch:
+            self._end_micro_batch = engine.end_micro_batch
         self._train_unit = self._try_batch if run.features.recovers_from else self._train_batch
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = is_reduced(run.accelerator) or not self._is_alone
@@ -184,7 +188,9 @@ class AutomaticSteps:
             else:
                 with self._no_sync():  # the last micro-batch of the window reduces all gradients
                     self._train_unit(window, micro_batch)
-            state.count_batch(1 if micro_batch.cut is None else micro_batch.cut.num_finished)
+            if self._end_micro_batch is not None:
+                self._end_micro_batch(micro_batch)
+            state.count_batch(micro_batch.num_finished)
         if window.is_skipped:  # counts as one without an optimizer step
             samples, made_step = run.weighting.close(window)[1], False
         else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
-from operator import add
+from itertools import chain
 from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
@@ -13,112 +12,98 @@ import torch
 from accmt.errors import ModuleContractError, fail
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import (
-    data_index,
     gather_from_data,
     gather_numbers,
     is_counted,
     is_main_process,
-    num_data_processes,
 )
+
+# ---- Exact sums: their bits depend neither on the order of the numbers nor on the process that has each of them
+
+
+NUM_PARTS = 4
+"""Numbers of an exact sum, each below half a unit in the last place of the one before."""
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """Return the exactly rounded sum, or the plain sum if that overflows or contains both infinities."""
+    numbers = list(values)
+    try:
+        return math.fsum(numbers)
+    except (ValueError, OverflowError):
+        return sum(numbers)
+
+
+def exact_parts(values: Iterable[float]) -> list[float]:
+    """Return the sum of some numbers as `NUM_PARTS` numbers, which together round nothing that matters.
+
+    A sum of such parts of several processes is the same however the numbers were divided among them.
+    """
+    numbers = list(values)
+    parts = [exact_sum(numbers)]
+    while len(parts) < NUM_PARTS:
+        numbers.append(-parts[-1])
+        parts.append(exact_sum(numbers) if math.isfinite(parts[0]) else 0.0)
+    return parts
+
 
 # ---- A weighted sum on the device: adding to it does not synchronize
 
 
 COMPACT_AT = 256
-"""After this many small values on a device, they are summed up, so that memory stays bounded."""
+"""After this many small values on a device, they are stacked: a few kilobytes."""
+
+_READ_AT = 1_024
+"""After this many, they are read from the device, so that memory stays bounded."""
 
 Weight: TypeAlias = float | torch.Tensor
 
+Sum: TypeAlias = tuple[list[float], list[float]]
+"""The sum of value x weight and the sum of weights, as exact parts."""
+
 
 class WeightedSum:
-    """A sum of weighted values. A value of weight 0 is ignored, even if it is not finite.
+    """An exact sum of weighted values. A value of weight 0 is ignored, even if it is not finite.
 
-    Detached values are appended to a list, which is cheaper than adding on the device; every few hundred values are
-    reduced to a partial sum there.
+    Detached values are appended to a list, which is cheaper than adding on the device.
     """
 
     def __init__(self) -> None:
         self._values: list[torch.Tensor] = []
         self._weights: list[Weight] = []
-        self._partial: torch.Tensor | None = None
+        self._read: Sum = [], []
 
     def add(self, value: torch.Tensor, weight: Weight) -> None:
         """Add one value."""
         self._values.append(value)
         self._weights.append(weight)
-        if len(self._values) >= COMPACT_AT:
-            self._compact()
+        if len(self._values) >= _READ_AT:
+            self._read = self.take()
 
-    def take(self) -> tuple[float, float]:
-        """Return (sum of value x weight, sum of weights) in double precision, and reset.
-
-        Waits for the device.
-        """
-        totals: list[float] = []
-        weights: list[float] = []
-        for value, weight in zip(_read(self._values), _read(self._weights), strict=True):
-            if weight:  # the loss of a batch without labels is NaN, and 0 * NaN is NaN
-                totals.append(value * weight)
-                weights.append(weight)
-        if self._partial is not None:
-            total, weight = self._partial.tolist()
-            totals.append(total)
-            weights.append(weight)
-        self._values, self._weights, self._partial = [], [], None
-        return exact_sum(totals), exact_sum(weights)
+    def take(self) -> Sum:
+        """Return the sum, and reset. Waits for the device."""
+        total = self.state_dict()
+        self._values, self._weights, self._read = [], [], ([], [])
+        return total
 
     def copy(self) -> WeightedSum:
         """Return a copy that shares the values, which are never modified."""
         copied = object.__new__(WeightedSum)
-        copied._values, copied._weights, copied._partial = self._values.copy(), self._weights.copy(), self._partial
+        copied._values, copied._weights, copied._read = self._values.copy(), self._weights.copy(), self._read
         return copied
 
-    def state_dict(self) -> dict[str, Any]:
-        # The values are kept separate: summing now would round differently than summing later.
-        values, weights = self._stack()
-        return {
-            "values": values.tolist(),
-            "weights": weights.tolist(),
-            "are_tensors": [isinstance(weight, torch.Tensor) for weight in self._weights],
-            "partial": None if self._partial is None else self._partial.tolist(),
-        }
+    def state_dict(self) -> Sum:
+        """Return the sum. Waits for the device."""
+        totals, total_weights = map(list, self._read)
+        for value, weight in zip(_read(self._values), _read(self._weights), strict=True):
+            if weight:  # the loss of a batch without labels is NaN, and 0 * NaN is NaN
+                totals.append(value * weight)
+                total_weights.append(weight)
+        return exact_parts(totals), exact_parts(total_weights)
 
-    def add_state(self, state: Mapping[str, Any]) -> None:
+    def add_state(self, state: Sequence[Sequence[float]]) -> None:
         """Add a `state_dict` of this or another process."""
-        self._values += [torch.tensor(value, dtype=torch.float64) for value in state["values"]]
-        for weight, is_tensor in zip(state["weights"], state["are_tensors"], strict=True):
-            if is_tensor:
-                weight = torch.tensor(weight, dtype=torch.float64)
-            self._weights.append(weight)
-        if state["partial"] is not None:
-            partial = torch.tensor(state["partial"], dtype=torch.float64)
-            if self._partial is not None:
-                partial = self._partial + partial
-            self._partial = partial
-
-    def _compact(self) -> None:
-        values, weights = self._stack()
-        dtype = torch.float64
-        if values.device.type == "mps":  # which has no double precision
-            dtype = torch.float32
-        values, weights = values.to(dtype), weights.to(values.device, dtype, non_blocking=True)
-        # A value of weight 0 is left out, not multiplied: 0 * NaN is NaN.
-        sums = torch.stack([torch.where(weights == 0, 0.0, values * weights).sum(), weights.sum()])
-        if self._partial is not None:
-            sums = stack([self._partial, sums]).sum(0)
-        self._partial = sums
-        self._values, self._weights = [], []
-
-    def _stack(self) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._values:
-            return torch.empty(0), torch.empty(0)
-        values = stack(self._values)
-        if not any(isinstance(weight, torch.Tensor) for weight in self._weights):
-            return values, torch.tensor(self._weights, dtype=torch.float64)
-        weights = stack([torch.as_tensor(weight).detach() for weight in self._weights])
-        if values.device.type == "cpu":  # towards the device: the other direction would wait for it
-            values = values.to(weights.device, non_blocking=True)
-        return values, weights
+        self._read = [*self._read[0], *state[0]], [*self._read[1], *state[1]]
 
 
 def _read(values: Sequence[Weight]) -> list[float]:
@@ -141,19 +126,11 @@ def stack(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(values)
 
 
-def exact_sum(values: Sequence[float]) -> float:
-    """Return the exactly rounded sum, or the plain sum if that overflows or contains both infinities."""
-    try:
-        return math.fsum(values)
-    except (ValueError, OverflowError):
-        return sum(values)
-
-
 # ---- Values logged by steps, until they are averaged over batches and processes
 
 
-Totals: TypeAlias = dict[str, tuple[float, float | None]]
-"""By name, a sum and its weight; the weight is None if the value is a total, not an average."""
+Totals: TypeAlias = dict[str, tuple[Sequence[float], Sequence[float] | None]]
+"""By name, the addends of a sum and of its weight; the weight is None if the value is a total, not an average."""
 
 
 class AttachedSums(Protocol):
@@ -171,10 +148,11 @@ class LoggedValues:
     """The logged values of one phase: training, or the evaluation of one set.
 
     A value has the weight of the batch during which it was logged, which is known when the batch is done. So values
-    wait until `end_batch`; between batches, they have the weight of the last batch (1 before the first).
+    wait until `end_batch`; between batches, they have the weight of the last batch.
 
     Attributes:
         is_open: Whether values are accepted.
+        weight: The weight of values that are logged between batches: that of the last batch, 1 before the first.
     """
 
     def __init__(self) -> None:
@@ -184,7 +162,7 @@ class LoggedValues:
         self._attached: AttachedSums | None = None
         self._states_of_attached: list[Mapping[str, Any]] = []  # until they are attached
         self._waiting: list[tuple[str, torch.Tensor]] | None = None
-        self._weight: Weight = 1.0
+        self.weight: Weight = 1.0
 
     def __len__(self) -> int:
         return len(self._sums) + (self._attached is not None and not self._attached.is_empty)
@@ -200,7 +178,7 @@ class LoggedValues:
 
     def close(self) -> None:
         """Accept no more values until a batch begins; waiting values get the weight of the last batch."""
-        self.end_batch(self._weight)
+        self.end_batch(self.weight)
         self.is_open = False
 
     def add(self, name: str, value: Any, *, is_total: bool = False) -> None:
@@ -235,6 +213,7 @@ class LoggedValues:
         self._attached = sums
         for state in self._states_of_attached:
             sums.add_state(state)
+        self._states_of_attached = []
 
     def end_batch(
         self,
@@ -243,7 +222,7 @@ class LoggedValues:
         weights: Mapping[str, Weight] | None = None,
     ) -> None:
         """Weight the values of a batch by `weight`, or by their entries in `weights`."""
-        self._weight = weight
+        self.weight = weight
         waiting, self._waiting = self._waiting or (), None
         for name, value in waiting:
             if returned and name in returned:  # it would be averaged twice
@@ -281,26 +260,25 @@ class LoggedValues:
 
     def state_dict(self) -> dict[str, Any]:
         sums = {name: values.state_dict() for name, values in self._sums.items()}
-        state = {"sums": sums, "totals": sorted(self._totals), "weight": float(self._weight), "groups": None}
+        groups = list(self._states_of_attached)
         if self._attached is not None:
-            state["groups"] = self._attached.state_dict()
-        return state
+            groups.append(self._attached.state_dict())
+        return {"sums": sums, "totals": sorted(self._totals), "weight": float(self.weight), "groups": groups}
 
     def add_state(self, state: Mapping[str, Any]) -> None:
         """Add a `state_dict` of this or another process."""
         for name, values in state["sums"].items():
             self._sums.setdefault(name, WeightedSum()).add_state(values)
         self._totals.update(state["totals"])
-        self._weight = state["weight"]
-        if state["groups"] is None:
-            return
+        self.weight = state["weight"]
         if self._attached is None:  # a checkpoint is loaded before its add-on is built
-            self._states_of_attached.append(state["groups"])
-        else:
-            self._attached.add_state(state["groups"])
+            self._states_of_attached += state["groups"]
+            return
+        for groups in state["groups"]:
+            self._attached.add_state(groups)
 
     def _weigh(self, name: str, value: torch.Tensor) -> None:
-        self._sums[name].add(value, 1.0 if name in self._totals else self._weight)
+        self._sums[name].add(value, 1.0 if name in self._totals else self.weight)
 
 
 def combine(totals_of_processes: Iterable[Totals]) -> dict[str, float]:
@@ -309,17 +287,15 @@ def combine(totals_of_processes: Iterable[Totals]) -> dict[str, float]:
     weights: dict[str, list[float]] = {}
     for totals in totals_of_processes:
         for name, (total, weight) in totals.items():
-            sums.setdefault(name, []).append(total)
-            weights.setdefault(name, [])
+            sums.setdefault(name, []).extend(total)
             if weight is not None:
-                weights[name].append(weight)
+                weights.setdefault(name, []).extend(weight)
     values: dict[str, float] = {}
-    for name, sums_of_name in sums.items():
-        total, weight = exact_sum(sums_of_name), exact_sum(weights[name])
-        if len(weights[name]) < len(sums_of_name):  # a total, not an average
-            values[name] = total
-        elif weight:  # else only batches without samples logged it
-            values[name] = total / weight
+    for name, addends in sums.items():
+        if name not in weights:  # a total, not an average
+            values[name] = exact_sum(addends)
+        elif weight_of_name := exact_sum(weights[name]):  # else only batches without samples logged it
+            values[name] = exact_sum(addends) / weight_of_name
     return values
 
 
@@ -427,20 +403,26 @@ class RunningAverages:
         return copied
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the values of each process that are not in a row yet, and the current averages.
+        """Return the sums that are not in a row yet, over all processes, and the current averages.
 
         Processes: collective.
         """
-        state = {"loss": self._loss.state_dict(), "logged": self._logged.state_dict()}
+        states = gather_from_data((self._loss.state_dict(), self._logged.state_dict()))
+        # The same numbers on any number of processes.
+        loss, logged = WeightedSum(), LoggedValues()
+        for loss_of_process, logged_of_process in reversed(states):  # `weight` is that of the main process
+            loss.add_state(loss_of_process)
+            logged.add_state(logged_of_process)
         return {
-            "processes": gather_from_data(state),
+            "loss": loss.state_dict(),
+            "logged": logged.state_dict(),
             "since_log": self._since_log._asdict(),
             "since_evaluation": self._since_evaluation._asdict(),
             "of_epoch": {**self._of_epoch._asdict(), "is_over": self._is_epoch_over},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore state from `state_dict`; on a different number of processes, the main process takes all values."""
+        """Restore state from `state_dict`: the main process takes all sums."""
         self._loss = WeightedSum()
         self._logged.take()
         self._since_log = _Mean(**state["since_log"])
@@ -448,17 +430,13 @@ class RunningAverages:
         of_epoch = dict(state["of_epoch"])
         self._is_epoch_over = of_epoch.pop("is_over")
         self._of_epoch = _Mean(**of_epoch)
-        states = state["processes"]
-        if len(states) == num_data_processes():
-            states = [states[data_index()]]
-        elif not is_main_process():  # another number of them: the main process takes all values
-            states = []
-        for state_of_process in states:
-            self._loss.add_state(state_of_process["loss"])
-            self._logged.add_state(state_of_process["logged"])
+        if is_main_process():
+            self._loss.add_state(state["loss"])
+            self._logged.add_state(state["logged"])
 
     def _collect(self, riders: Sequence[Rider] = ()) -> bool:
-        numbers = [*self._loss.take(), float(len(self._logged))]
+        loss_parts, weight_parts = self._loss.take()
+        numbers = [float(len(self._logged)), *loss_parts, *weight_parts]
         num_sums = len(numbers)
         if not is_counted():  # it shares its batches with another process, which counts them
             numbers = [0.0] * num_sums
@@ -466,8 +444,8 @@ class RunningAverages:
             numbers += rider.numbers
         numbers_of_processes = gather_numbers(numbers)
         columns = list(zip(*numbers_of_processes, strict=True))
-        # Added in the order of ranks: every process gets the same bits.
-        loss, weight, num_logged = (float(reduce(add, column)) for column in columns[:num_sums])
+        loss = exact_sum(chain(*columns[1 : 1 + NUM_PARTS]))
+        weight = exact_sum(chain(*columns[1 + NUM_PARTS : num_sums]))
         begin = num_sums
         for rider in riders:
             end = begin + len(rider.numbers)
@@ -478,4 +456,4 @@ class RunningAverages:
         if self._is_epoch_over and weight:  # until then, `epoch_loss` is that of the previous epoch
             self._of_epoch, self._is_epoch_over = _Mean(), False
         self._of_epoch = self._of_epoch.plus(loss, weight)
-        return num_logged > 0
+        return any(columns[0])

@@ -14,7 +14,7 @@ import torch
 
 from accmt.errors import MetricError, fail, nearest
 from accmt.messages import say_once
-from accmt.metrics.averages import COMPACT_AT, exact_sum
+from accmt.metrics.averages import COMPACT_AT, NUM_PARTS, exact_parts, exact_sum
 from accmt.metrics.gathering import (
     CHUNK_BYTES,
     Position,
@@ -468,6 +468,7 @@ class _Sums:
     def __init__(self, metric: StreamingMetric) -> None:
         self._metric = metric
         self._counted: list[torch.Tensor] = []
+        self._stacks: list[torch.Tensor] = []  # [batches, sums]
 
     def add(self, entry: Any, position: Position) -> None:
         predictions, references = require_pair(self._metric.name, entry)
@@ -477,26 +478,35 @@ class _Sums:
             raise metric_error(self._metric.name, got, "equally many for every batch", "return a tensor of one shape")
         self._counted.append(counted.detach())  # a graph would keep the whole batch
         if len(self._counted) >= COMPACT_AT:
-            self._counted = [self._add_up()]
+            self._add_up()
 
-    def _add_up(self) -> torch.Tensor:
+    def _add_up(self) -> None:
+        """Stack the waiting counts. Only whole numbers are summed here: the bits of other sums depend on the order."""
         device = self._counted[0].device
         if device.type == "mps":  # which has no double precision
             device = torch.device("cpu")
-        return torch.stack([counted.to(device, torch.float64) for counted in self._counted]).sum(0)
+        counts = torch.stack([counted.to(device, torch.float64) for counted in self._counted]).flatten(1)
+        if not self._counted[0].is_floating_point():  # whole numbers, of which each sum is exact
+            counts, self._stacks = torch.cat([*self._stacks, counts]).sum(0, keepdim=True), []
+        self._stacks.append(counts)
+        self._counted = []
 
     def compute(self, chunk_bytes: int | None = None) -> dict[str, float]:
-        sums_of_processes = each_once(run_on_every_process(self._take))
-        return run_on_main_process(lambda: self._finish(sums_of_processes))
+        addends_of_processes = each_once(run_on_every_process(self._take))
+        return run_on_main_process(lambda: self._finish(addends_of_processes))
 
-    def _take(self) -> list[float]:
-        if not self._counted:
+    def _take(self) -> list[list[float]]:
+        if self._counted:
+            self._add_up()
+        if not self._stacks:
             return []
-        sums: list[float] = self._add_up().flatten().tolist()
-        self._counted = []
-        return sums
+        addends: list[list[float]] = torch.cat(self._stacks).T.tolist()
+        self._stacks = []
+        if addends and len(addends[0]) > NUM_PARTS:
+            addends = list(map(exact_parts, addends))
+        return addends
 
-    def _finish(self, sums_of_processes: list[list[float]]) -> dict[str, float]:
-        columns = zip(*filter(None, sums_of_processes), strict=True)  # a process without a batch has no sums
-        totals = list(map(exact_sum, columns))
+    def _finish(self, addends_of_processes: list[list[list[float]]]) -> dict[str, float]:
+        columns = zip(*filter(None, addends_of_processes), strict=True)  # a process without a batch has none
+        totals = [exact_sum(chain(*column)) for column in columns]
         return read_result(self._metric.name, self._metric.main_metric, self._metric.finish(totals))

@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 # ---- Gradient clipping
 
 
-def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind: str) -> torch.Tensor | None:
+def clip_gradients(
+    parameters: Sequence[nn.Parameter],
+    limit: float | None,
+    kind: str,
+    norm_of: Callable[[list[torch.Tensor]], torch.Tensor] = total_norm,
+) -> torch.Tensor | None:
     """Clip gradients that are already reduced over processes and unscaled, by norm or by value.
 
     Returns:
@@ -37,7 +42,7 @@ def clip_gradients(parameters: Sequence[nn.Parameter], limit: float | None, kind
             has_sparse = True
             parameter.grad = parameter.grad.coalesce()  # so that values can be changed in place
     gradients = _gradients_of(parameters)
-    norm = None if kind == "value" else total_norm(gradients)
+    norm = None if kind == "value" else norm_of(gradients)
     if has_sparse:
         # torch clips gradients of parameters, and no sparse ones. So each gradient, or the values of a sparse one, is
         # made the gradient of another parameter, which shares its memory.
@@ -76,6 +81,7 @@ class Stepper:
         clip: Maximum norm or value of the gradient; None disables clipping.
         clip_type: "norm" or "value".
         around_backward: Returns a context for each backward pass; None uses no context.
+        norm_of: Returns the norm of gradients.
 
     Attributes:
         optimizer: The torch optimizer.
@@ -92,6 +98,7 @@ class Stepper:
         clip: float | None = None,
         clip_type: str = "norm",
         around_backward: Callable[[], AbstractContextManager[None]] | None = None,
+        norm_of: Callable[[list[torch.Tensor]], torch.Tensor] = total_norm,
     ) -> None:
         from accelerate import Accelerator
 
@@ -106,6 +113,7 @@ class Stepper:
         self._clip = clip or None
         self.clips = self._clip is not None
         self._clip_type = clip_type
+        self._norm_of = norm_of
         self.may_draw = not all(type(member) in _TORCH for member in members_of(optimizer))
         self._drops_gradients = set_to_none and type(optimizer).zero_grad is _TORCH_ZERO_GRAD
         self._around_backward = around_backward or nullcontext
@@ -216,7 +224,7 @@ class Stepper:
             parameters = self.parameters
         if self._before_clipping is not None:
             self._before_clipping(parameters)
-        return clip_gradients(parameters, self._clip, self._clip_type)
+        return clip_gradients(parameters, self._clip, self._clip_type, self._norm_of)
 
     def before_clipping(self, look: Callable[[list[nn.Parameter]], None]) -> None:
         """Call a function with the parameters before each `clip`, even if clipping is disabled."""

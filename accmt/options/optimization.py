@@ -70,6 +70,9 @@ class OptimizationSettings(Group):
         clip_grad: Maximum gradient norm of an optimizer step; the whole gradient is scaled. `Clipping(value=0.5)`
             clamps each entry instead. None or 0 disables clipping. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
+        same_bits: Computes each batch in this many units, a power of two, so that weights, metrics and checkpoints have
+            the same bits on any number of processes that divides it. `batch_size` then counts the samples of all
+            processes together. None: the last bits depend on the number of processes.
     """
 
     grad_accumulation_steps: Annotated[
@@ -80,6 +83,7 @@ class OptimizationSettings(Group):
     ] = None
     clip_grad: Annotated[Limit | Clipping | Mapping[str, float] | None, _LIMIT, Off()] = None
     set_to_none: bool = True
+    same_bits: Annotated[int, Range(ge=1)] | None = None
 
     @property
     def clip_type(self) -> Literal["norm", "value"]:

@@ -124,6 +124,8 @@ class Settings:
             epoch: The epoch, from 0.
         """
         batches = self.optimization.accumulation_at(epoch)
+        if self.optimization.same_bits is not None:  # a batch is that of all processes
+            num_parts = 1
         return None if batches is None else self.hps.train_batch_size * batches * num_parts
 
     def from_home(self, path: str | PathLike[str]) -> Path:

@@ -1,14 +1,14 @@
 """The weighted window: makes batch x accumulation x processes give the gradient of one big batch.
 
 Let g_i be the gradient of a batch's mean loss, w_i its weight (its samples, or the weight from the step) and W the sum
-of all weights of a window over all R processes. The optimizer step needs sum(w_i g_i) / W. Processes average their
-gradients, that is, divide by R.
+of all weights of a window over all processes. The optimizer step needs sum(w_i g_i) / W. The engine adds up the
+gradients of all processes and divides them by R: usually their number, because torch averages.
 
 - W known beforehand (sized data, samples as weights): each loss is multiplied by w_i R / W, and nothing else is
   communicated.
 - W unknown: each loss is multiplied by w_i / w_ref; at the end W is summed over processes and the gradients are
-  multiplied by R w_ref / W. w_ref, the mean weight of a batch in the previous window, keeps the losses near their
-  original size, so that fp16 scaling works.
+  multiplied by R w_ref / W. w_ref, the mean weight of a batch in the previous window, or that of the first batch, keeps
+  the losses near their original size, so that fp16 scaling works.
 
 Source of the problem: https://unsloth.ai/blog/gradient, and https://github.com/huggingface/transformers/pull/34191.
 """
@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 
 from accmt.errors import ModuleContractError, fail
-from accmt.metrics.averages import Weight
-from accmt.processes import num_data_processes, sum_over_data
+from accmt.metrics.averages import Weight, exact_parts, exact_sum
+from accmt.processes import each_once, gather_numbers
 
 
 class Reading:
@@ -55,9 +56,8 @@ class AccumulationWindow:
         samples_before: Samples of all processes before it.
         is_skipped: Whether it is not trained on.
         has_failed: Whether this process could not finish one of its batches, and skips the rest.
-        own_weight: The total weight of this process's batches so far, without pending readings.
+        own_weights: The weights of this process's batches so far, without pending readings.
         readings: Weights still being copied from the device.
-        own_batches: This process's batches.
         own_samples: Samples in those batches.
         skipped_batches: Batches skipped by the step, on this process; once the window is closed, on all processes.
         total_weight: The total weight on all processes once the window is closed, if weights are not samples.
@@ -68,9 +68,8 @@ class AccumulationWindow:
     samples_before: int = 0
     is_skipped: bool = False
     has_failed: bool = False
-    own_weight: float = 0.0
+    own_weights: list[float] = field(default_factory=list)
     readings: list[Reading] = field(default_factory=list)
-    own_batches: int = 0
     own_samples: int = 0
     skipped_batches: int = 0
     total_weight: float = 0.0
@@ -80,8 +79,7 @@ class AccumulationWindow:
         if isinstance(weight, torch.Tensor):
             self.readings.append(Reading(weight))
         else:
-            self.own_weight += weight
-        self.own_batches += 1
+            self.own_weights.append(weight)
         self.own_samples += samples
 
     def read_weights(self) -> None:
@@ -93,20 +91,23 @@ class AccumulationWindow:
         for reading in self.readings:
             weight = reading.read()
             require_weight("training_step", weight, f"{type(weight).__name__} {weight!r}")
-            self.own_weight += weight
+            self.own_weights.append(weight)
         self.readings = []
 
 
 class Weighting:
     """Scales losses and gradients of windows.
 
+    Args:
+        divisor: By what the engine divides the sum of the gradients of all processes.
+
     Attributes:
         is_explicit: Whether steps return weights; None before the first batch.
         reference: The mean weight of a batch in the last window whose total was not known beforehand.
     """
 
-    def __init__(self) -> None:
-        self._num_data_processes = num_data_processes()
+    def __init__(self, divisor: int) -> None:
+        self._divisor = divisor
         self.is_explicit: bool | None = None
         self.reference = 1.0
 
@@ -119,10 +120,13 @@ class Weighting:
             weight: The weight of this process's first batch; None if it has none.
             is_explicit: Whether the step returned that weight.
         """
-        has_batch = weight is not None
-        total, batches, explicit = sum_over_data((float(weight or 0.0), float(has_batch), float(is_explicit)))
-        self.is_explicit = explicit > 0 if batches else None  # no process has one, so the next batch decides
-        self.reference = total / batches if total > 0 else 1.0
+        numbers = (float(weight or 0.0), float(weight is not None), float(is_explicit))
+        weights, has_batch, explicit = zip(*gather_numbers(numbers), strict=True)
+        self.is_explicit = None
+        if any(has_batch):  # otherwise, the next batch decides
+            self.is_explicit = any(explicit)
+        # Of the first batch of all, which is the same on any number of processes.
+        self.reference = next(filter(None, weights), 1.0)
 
     def uses_plan(self, window: AccumulationWindow) -> bool:
         """Return whether the total weight of a window is its planned number of samples."""
@@ -133,7 +137,7 @@ class Weighting:
         if window.is_one_batch:
             return 1.0
         if self.uses_plan(window):
-            return weight * self._num_data_processes / (window.known_samples or 1)
+            return weight * self._divisor / (window.known_samples or 1)
         return weight / self.reference
 
     def close(self, window: AccumulationWindow) -> tuple[float, int]:
@@ -147,19 +151,22 @@ class Weighting:
         if window.readings:
             window.read_weights()
         if window.is_one_batch:
-            window.total_weight = window.own_weight
-            return float(bool(window.own_weight)), window.own_samples
+            [window.total_weight] = window.own_weights or [0.0]
+            return float(bool(window.total_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
-        counts = window.own_batches, window.own_samples, window.skipped_batches
-        total, batches, samples, skipped = sum_over_data((window.own_weight, *map(float, counts)))
-        window.skipped_batches, window.total_weight = int(skipped), total
+        counts = len(window.own_weights), window.own_samples, window.skipped_batches
+        numbers = (*map(float, counts), *exact_parts(window.own_weights))
+        columns = list(zip(*each_once(gather_numbers(numbers)), strict=True))
+        batches, samples, skipped = (int(sum(column)) for column in columns[:3])
+        total = exact_sum(chain(*columns[3:]))
+        window.skipped_batches, window.total_weight = skipped, total
         # A window in which every target is masked: dividing by it would make all weights NaN.
         if total <= 0:
-            return 0.0, int(samples)
-        factor = self._num_data_processes * self.reference / total
+            return 0.0, samples
+        factor = self._divisor * self.reference / total
         self.reference = total / batches
-        return factor, int(samples)
+        return factor, samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the next window depends on."""

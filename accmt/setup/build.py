@@ -170,7 +170,7 @@ def build_run(trainer: Trainer, module: Any, user_data: UserData, recovery: Reco
         saver=saver,
         tracking=tracking,
         actions=Actions.of(trainer, prepared.stepper),
-        weighting=Weighting(),
+        weighting=Weighting(engine.divisor),
         running_averages=RunningAverages(module.logs.of_training),
         checkpoints=Checkpoints(settings, prepared.model, optimizer),
         snapshot=StepSnapshot(own_model, is_kept=saves),

@@ -213,6 +213,7 @@ def prepare(
         clip=settings.optimization.clip_limit,
         clip_type=settings.optimization.clip_type,
         around_backward=engine.around_backward(),
+        norm_of=engine.total_norm,
     )
     return Prepared(engine.model, engine.unwrapped_model, stepper, scheduler, set_by_module)
 

@@ -150,6 +150,9 @@ class Trainer(TrainerProperties):
             such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`. `min_length`
             takes precedence.
         seed: Random seed for everything. None draws a random seed.
+        same_bits: Computes each batch in this many units, a power of two, so that weights, metrics and checkpoints have
+            the same bits on any number of processes that divides it. `batch_size` then counts the samples of all
+            processes together. None: the last bits depend on the number of processes.
         torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory. A dict sets
@@ -248,6 +251,7 @@ class Trainer(TrainerProperties):
         num_sanity_val_steps: int = 2,
         patience: int | str | Mapping[str, int | str | PatienceOptions | Mapping[str, Any]] | None = None,
         seed: int | None = None,
+        same_bits: int | None = None,
         torch_flags: TorchFlags | Mapping[str, Any] | None = None,
         inference_mode: bool = True,
         gradient_checkpointing: bool | Mapping[str, Any] = False,

@@ -50,6 +50,7 @@ def test_the_order_of_features() -> None:
         "tasks",
         "timed_checkpoints",
         "goodput",
+        "same_bits",
         "sources",
         "window_sums",
         "remote_models",

@@ -329,10 +329,10 @@ def test_what_is_kept_of_batches_does_not_grow_with_their_number():
                 living.append(sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects()))
             return {"loss": batch.mean(), "accuracy": (batch > 0, batch >= 0)}
 
-    results = make_trainer({"batch_size": 1}, metrics=Accuracy()).validate(Counting(), Numbers(1200))
-    assert results == {"val_loss": 599.5, "accuracy": 1199 / 1200}
-    assert len(living) == 24
-    first, later = living[:8], living[8:]
+    results = make_trainer({"batch_size": 1}, metrics=Accuracy()).validate(Counting(), Numbers(2400))
+    assert results == {"val_loss": 1199.5, "accuracy": 2399 / 2400}
+    assert len(living) == 48
+    first, later = living[:24], living[24:]
     assert max(later) <= max(first) + 10
 
 

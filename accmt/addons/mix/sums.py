@@ -59,11 +59,11 @@ class GroupedSum:
             return {}
         losses, weights, samples, unknown = self._sums.tolist()
         self._sums = None
-        totals: Totals = {self.UNKNOWN: (sum(unknown), None)}
+        totals: Totals = {self.UNKNOWN: (unknown, None)}
         for name, loss, weight, number in zip(self._names, losses, weights, samples, strict=True):
-            totals[self.LOSS + name] = loss, weight
-            totals[self.WEIGHT + name] = weight, None
-            totals[self.SAMPLES + name] = number, None
+            totals[self.LOSS + name] = [loss], [weight]
+            totals[self.WEIGHT + name] = [weight], None
+            totals[self.SAMPLES + name] = [number], None
         return totals
 
     def copy(self) -> GroupedSum:

@@ -249,8 +249,9 @@ def _make_micro_batch(
 ) -> MicroBatch:
     """Return a part of some batches, without its batch yet; the first part lists their skipped samples."""
     is_end = number == num_parts - 1
-    cut = Cut(number, len(batches) if is_end else 0, places, samples=samples)
+    cut = Cut(number, places, samples=samples)
     micro_batch = MicroBatch(batches[0].index, None, ending=is_end and batches[-1].is_last, cut=cut)
+    micro_batch.num_finished = sum(batch.num_finished for batch in batches) if is_end else 0
     if number == 0:
         micro_batch.bad = tuple(chain(*(batch.bad for batch in batches)))
         micro_batch.num_bad = sum(batch.num_bad for batch in batches)

@@ -20,6 +20,7 @@ from accmt.processes import (
     broadcast_object,
     gather_objects,
     is_main_process,
+    num_processes,
     process_index,
     run_on_every_process,
     run_on_main_process,
@@ -44,7 +45,7 @@ class Devices(TorchDispatchMode):
 
 def close_windows() -> list[tuple[float, int]]:
     """Close two windows of unequal weights, the way every step does whose sum of weights is not known beforehand."""
-    weighting = Weighting()
+    weighting = Weighting(num_processes())
     weighting.decide(1.0, is_explicit=True)
     closed = []
     for step in (1, 2):

@@ -1,4 +1,7 @@
-"""Checks, at the first optimizer step of a run, that the loss reaches the parameters that are trained."""
+"""Checks, at the first optimizer step of a run, that the loss reaches the parameters that are trained.
+
+Its hook is called after that of the loss guard: steps that this skips are not checked.
+"""
 
 from __future__ import annotations
 
