@@ -1,6 +1,6 @@
-"""Trains the examples of examples/well-known-scripts.md, as the page has them or as the originals do; writes losses.
+"""Trains the examples of examples/well-known-scripts.md, as the page has them; writes losses.
 
-PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER here|there
+PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import Trainer, read_history
@@ -57,7 +56,6 @@ class Example:
         loss: The loss of one batch, as the original computes it on one process.
         accumulation: Micro-batches of a step.
         metric: What the validation step returns beside the loss.
-        has_trainer: Whether the original is a program for transformers' Trainer.
         rate: The learning rate.
     """
 
@@ -69,9 +67,7 @@ class Example:
     loss: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(**batch).loss
     accumulation: int = 1
     metric: str | None = None
-    has_trainer: bool = True
     rate: float = RATE
-    arguments: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[Any]:
         rng = torch.Generator().manual_seed(1)
@@ -106,7 +102,7 @@ def in_plain_torch(example: Example) -> list[float]:
     return losses
 
 
-def here(example: Example, folder: Path) -> list[float]:
+def train(example: Example, folder: Path) -> list[float]:
     """Return the losses that the Trainer logs."""
     hps = {
         "epochs": 1,
@@ -135,75 +131,6 @@ def here(example: Example, folder: Path) -> list[float]:
         return []
     values = [row.get("values", {}) for row in read_history(trainer.log_dir)]
     return [row["train_loss"] for row in values if "train_loss" in row]
-
-
-def there(example: Example, folder: Path) -> list[float]:
-    """Return the losses of the original, which are the means over processes."""
-    return (_by_their_trainer if example.has_trainer else _by_their_loop)(example, folder)
-
-
-def _by_their_trainer(example: Example, folder: Path) -> list[float]:
-    class Original(transformers.Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            if example.loss is Example.loss:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return example.loss(model, inputs)
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "theirs"),
-        num_train_epochs=1,
-        per_device_train_batch_size=BATCH // PROCESSES,
-        gradient_accumulation_steps=example.accumulation,
-        learning_rate=example.rate,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        use_cpu=True,
-        **example.arguments,
-    )
-    trainer = Original(example.model(), arguments, train_dataset=example.rows(), data_collator=example.collate)
-    trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def _by_their_loop(example: Example, _: Path) -> list[float]:
-    """Train as the loop of Accelerate's documentation does."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=example.accumulation)
-    model = example.model().train()
-    size = BATCH // PROCESSES
-    loader: Any = DataLoader(example.rows(), size, collate_fn=example.collate)
-    optimizer: Any = torch.optim.SGD(model.parameters(), example.rate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses: list[float] = []
-    batches = list(loader)
-    for first in range(0, len(batches), example.accumulation):
-        of_step = batches[first : first + example.accumulation]
-        total, own = torch.ones(1), torch.zeros(1)
-        if example.accumulation > 1:  # as the guide on losses over tokens does
-            count = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
-            total = accelerator.gather(count.reshape(1)).sum()
-        for batch in of_step:
-            with nullcontext() if batch is of_step[-1] else accelerator.no_sync(model):
-                loss = example.loss(model, batch)
-                if example.accumulation > 1:
-                    loss = loss * (batch["labels"][:, 1:] != -100).sum() / total * PROCESSES * example.accumulation
-                accelerator.backward(loss)
-                own += loss.detach() / example.accumulation
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.gather(own).mean().item())
-    return losses
 
 
 # The models, samples and losses of the originals
@@ -623,7 +550,6 @@ EXAMPLES = (
         collate_texts,
         of_model("LanguageModel"),
         accumulation=2,
-        has_trainer=False,
     ),
     Example(
         "Fine-tuning Whisper",
@@ -649,7 +575,6 @@ EXAMPLES = (
         default_collate,
         of_model("Forecast"),
         metric="mase",
-        has_trainer=False,
         rate=0.01,
     ),
     Example(
@@ -659,7 +584,6 @@ EXAMPLES = (
         collate_scenes,
         lambda page, model: page["Yolo"](model, sum_losses),
         detect,
-        has_trainer=False,
         rate=0.01,
     ),
     Example(
@@ -669,7 +593,6 @@ EXAMPLES = (
         collate_visits,
         lambda page, model: page["TwoTowers"](model, LOG_Q),
         retrieve,
-        has_trainer=False,
     ),
     Example(
         "Knowledge graphs",
@@ -678,17 +601,13 @@ EXAMPLES = (
         default_collate,
         of_model("KnowledgeGraph"),
         embed_graph,
-        has_trainer=False,
     ),
 )
 
 
-def main(result: str, folder: str, who: str) -> None:
+def main(result: str, folder: str) -> None:
     """Train each example and write its losses."""
-    train = {"here": here, "there": there}[who]
-    losses = {}
-    for example in EXAMPLES:
-        losses[example.title] = train(example, Path(folder))
+    losses = {example.title: train(example, Path(folder)) for example in EXAMPLES}
     if is_main_process():
         Path(result).write_text(json.dumps(losses))
 
