@@ -28,7 +28,7 @@ def content_of(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "mode"), [("ddp", "bf16"), ("fsdp", "")])
+@pytest.mark.parametrize(("engine", "mode"), [("ddp", "bf16"), pytest.param("fsdp", "", marks=pytest.mark.repeats)])
 def test_a_replayed_step_of_two_processes_is_identical_and_nothing_changes(
     engine: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,6 +185,7 @@ trainer.fit(Linear(), torch.ones(8, 1))
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_a_model_that_was_not_seeded_is_the_told_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,17 +42,16 @@ LAUNCHES |= {"hsdp-4": (*SOME, "built_gpt2")} if HAS_PLANS else {}
 LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built_in_fit")} if HAS_PLANS else {}
 
 
-def is_slow(way: str, name: str) -> bool:
-    """Return whether a case is one that others stand for, but in `make test-all`."""
-    return (
-        name == "compiled"
-        or way in ("hsdp-4", "tpfsdp-4")
-        or (way == "tp-2" and name in SPLIT[1::2] and name not in SOME)
-    )
+def marks_of(way: str, name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case that others stand for: hybrid sharding repeats what FSDP2 shows."""
+    if way in ("hsdp-4", "ddp-2"):
+        return [pytest.mark.slow] if way == "ddp-2" else [pytest.mark.slow, pytest.mark.repeats]
+    is_other_half = way == "tp-2" and name in SPLIT[1::2] and name not in SOME
+    return [pytest.mark.slow] if name == "compiled" or way == "tpfsdp-4" or is_other_half else []
 
 
 SHARDED = [
-    pytest.param(way, name, marks=[pytest.mark.slow] if is_slow(way, name) else [])
+    pytest.param(way, name, marks=marks_of(way, name))
     for way, names in LAUNCHES.items()
     if way != 1
     for name in names
@@ -129,10 +128,9 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
-@pytest.mark.parametrize("way", [1, "fsdp-2"])
-def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path, way: int | str) -> None:
+def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", SCRIPTS / "sharded.py"
-    launch(script, str(path), str(tmp_path), "by_inductor", processes=way, result=path, timeout_s=TIMEOUT_S)
+    launch(script, str(path), str(tmp_path), "by_inductor", processes="fsdp-2", result=path, timeout_s=TIMEOUT_S)
     found = json.loads(path.read_text())["by_inductor"]
     assert found.pop("is_steady")
     assert found.pop("is_same")

@@ -78,7 +78,12 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp-2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hsdp-4", "tp-2", "tpfsdp-4"))]
+    "way",
+    [
+        "fsdp-2",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("hsdp-4", "tpfsdp-4")),
+        pytest.param("tp-2", marks=[pytest.mark.slow, pytest.mark.repeats]),
+    ],
 )
 def test_every_update_of_a_sharded_or_split_model_equals_that_of_one_big_batch(way: str, tmp_path: Path) -> None:
     results = run_grid(tmp_path, way)

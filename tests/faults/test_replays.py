@@ -13,7 +13,7 @@ def test_a_poisoned_sample_is_ranked_first() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("number", [1, pytest.param(3, marks=pytest.mark.repeats)])
 def test_steps_of_a_killed_run_are_replayed_bit_for_bit(number: int) -> None:
     """Replays a run on a stream and one with manual optimization; `random_replays.py` has the other kinds."""
     assert replay_runs(runs=1, steps=10, seed=5, first=number)
