@@ -66,7 +66,8 @@ class Case:
 
     @property
     def name(self) -> str:
-        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+        values = asdict(self)
+        return "-".join(f"{key}={value}" for key, value in values.items() if value != getattr(Case, key, None))
 
 
 def make_sharded_cases() -> list[Case]:
