@@ -44,10 +44,9 @@ LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built
 
 def marks_of(way: str, name: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a case that others stand for: hybrid sharding repeats what FSDP2 shows."""
-    if way in ("hsdp-4", "ddp-2"):
-        return [pytest.mark.slow] if way == "ddp-2" else [pytest.mark.slow, pytest.mark.repeats]
-    is_other_half = way == "tp-2" and name in SPLIT[1::2] and name not in SOME
-    return [pytest.mark.slow] if name == "compiled" or way == "tpfsdp-4" or is_other_half else []
+    if way == "hsdp-4":
+        return [pytest.mark.slow, pytest.mark.repeats]
+    return [pytest.mark.slow] if name == "compiled" or way != "fsdp-2" else []
 
 
 SHARDED = [
@@ -117,6 +116,7 @@ def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: 
     assert "cls.predictions.bias and cls.predictions.decoder.bias, which are tied" in said["tied"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_PLANS, reason="transformers before 5.23 applies no plans to a model that is there")
 def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
     said = outcomes["tp-2"]["refused"]
