@@ -104,11 +104,7 @@ def in_plain_torch(example: Example) -> list[float]:
 
 def train(example: Example, folder: Path) -> list[float]:
     """Return the losses that the Trainer logs."""
-    hps = {
-        "epochs": 1,
-        "batch_size": BATCH // PROCESSES,
-        "optim": {"type": "SGD", "lr": example.rate},
-    }
+    hps = {"epochs": 1, "batch_size": BATCH // PROCESSES, "optim": {"type": "SGD", "lr": example.rate}}
     metrics = Kept(example.metric, greater_is_better=True) if example.metric else None
     trainer = Trainer(
         hps,
@@ -157,29 +153,18 @@ def masked(samples: list[Any]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-BERT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 8,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 8,
-    "decoder_ffn_dim": 8,
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+OFF = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+BERT: dict[str, Any] = {"vocab_size": VOCABULARY, **SMALL, **OFF}
+HALF = {"layers": 1, "ffn_dim": 8, "attention_heads": 2}
+SEQ2SEQ: dict[str, Any] = {f"encoder_{name}": size for name, size in HALF.items()}
+SEQ2SEQ |= {f"decoder_{name}": size for name, size in HALF.items()} | {"d_model": 8, "dropout": 0.0}
+TEXTS = {
     "pad_token_id": PAD,
     "bos_token_id": 1,
     "eos_token_id": END,
     "decoder_start_token_id": 1,
-    "dropout": 0.0,
+    "vocab_size": VOCABULARY,
 }
 
 
@@ -200,19 +185,8 @@ def make_detr() -> nn.Module:
     backbone = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", out_features=["stage1"]
     )
-    small = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = transformers.DetrConfig(
-        backbone_config=backbone,
-        use_timm_backbone=False,
-        num_queries=4,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        dropout=0.0,
-        num_labels=3,
-        **small,
-    )
-    return transformers.DetrForObjectDetection(config)
+    own = {"backbone_config": backbone, "use_timm_backbone": False, "num_queries": 4, "num_labels": 3}
+    return transformers.DetrForObjectDetection(transformers.DetrConfig(**SEQ2SEQ, **own))
 
 
 def make_image(rng: torch.Generator) -> Row:
@@ -222,20 +196,14 @@ def make_image(rng: torch.Generator) -> Row:
 
 
 def collate_images(samples: list[Any]) -> dict[str, Any]:
-    return {
-        "pixel_values": stacked(samples, "pixel_values"),
-        "labels": [sample["labels"] for sample in samples],
-    }
+    return {"pixel_values": stacked(samples, "pixel_values"), "labels": [sample["labels"] for sample in samples]}
 
 
 def make_wav2vec() -> nn.Module:
     off = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     config = transformers.Wav2Vec2Config(
+        **SMALL,
         vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
         conv_dim=(4, 4),
         conv_stride=(4, 2),
         conv_kernel=(4, 2),
@@ -259,20 +227,13 @@ def collate_sounds(samples: list[Any], name: str) -> dict[str, Tensor]:
 
 
 def make_clip() -> nn.Module:
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(
-        text_config={**small, "vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": END},
-        vision_config={**small, "image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    return transformers.CLIPModel(config)
+    texts = {**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": END}
+    images = {**SMALL, "image_size": 8, "patch_size": 4}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=8))
 
 
 def make_pair(rng: torch.Generator) -> Row:
-    return {
-        "input_ids": ended(tokens(rng, 5, 5)),
-        "pixel_values": torch.randn(3, 8, 8, generator=rng),
-    }
+    return {"input_ids": ended(tokens(rng, 5, 5)), "pixel_values": torch.randn(3, 8, 8, generator=rng)}
 
 
 def contrast(model: nn.Module, batch: Any) -> Tensor:
@@ -297,19 +258,9 @@ def reward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_gpt() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=END,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=END))
 
 
 def make_reference() -> nn.Module:
@@ -346,7 +297,7 @@ def collate_texts(samples: list[Any]) -> dict[str, Tensor]:
 def make_whisper() -> nn.Module:
     off: dict[str, Any] = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"))
     config = transformers.WhisperConfig(
-        **SEQ2SEQ, num_mel_bins=4, max_source_positions=10, max_target_positions=16, **off
+        **SEQ2SEQ, **TEXTS, num_mel_bins=4, max_source_positions=10, max_target_positions=16, **off
     )
     model = transformers.WhisperForConditionalGeneration(config)
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
@@ -354,14 +305,11 @@ def make_whisper() -> nn.Module:
 
 
 def make_speech(rng: torch.Generator) -> Row:
-    return {
-        "input_features": torch.randn(4, 20, generator=rng),
-        "labels": ended(tokens(rng)),
-    }
+    return {"input_features": torch.randn(4, 20, generator=rng), "labels": ended(tokens(rng))}
 
 
 def make_marian() -> nn.Module:
-    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ, max_position_embeddings=24))
+    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ, **TEXTS, max_position_embeddings=24))
 
 
 def make_sentence(rng: torch.Generator) -> Row:
@@ -378,25 +326,10 @@ def smooth(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_forecaster() -> nn.Module:
-    config = transformers.TimeSeriesTransformerConfig(
-        prediction_length=4,
-        context_length=6,
-        lags_sequence=[1],
-        num_time_features=1,
-        encoder_layers=1,
-        decoder_layers=1,
-        d_model=8,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        scaling=None,
-        num_parallel_samples=3,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-    )
-    return transformers.TimeSeriesTransformerForPrediction(config)
+    series = {"prediction_length": 4, "context_length": 6, "lags_sequence": [1], "num_time_features": 1}
+    off = dict.fromkeys(("attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"), 0.0)
+    own: dict[str, Any] = {**SEQ2SEQ, **series, **off, "scaling": None, "num_parallel_samples": 3}
+    return transformers.TimeSeriesTransformerForPrediction(transformers.TimeSeriesTransformerConfig(**own))
 
 
 def make_series(rng: torch.Generator) -> Row:
@@ -569,13 +502,7 @@ EXAMPLES = (
         metric="bleu",
     ),
     Example(
-        "Time series",
-        make_forecaster,
-        make_series,
-        default_collate,
-        of_model("Forecast"),
-        metric="mase",
-        rate=0.01,
+        "Time series", make_forecaster, make_series, default_collate, of_model("Forecast"), metric="mase", rate=0.01
     ),
     Example(
         "Detection",
@@ -594,14 +521,7 @@ EXAMPLES = (
         lambda page, model: page["TwoTowers"](model, LOG_Q),
         retrieve,
     ),
-    Example(
-        "Knowledge graphs",
-        RotatE,
-        make_triple,
-        default_collate,
-        of_model("KnowledgeGraph"),
-        embed_graph,
-    ),
+    Example("Knowledge graphs", RotatE, make_triple, default_collate, of_model("KnowledgeGraph"), embed_graph),
 )
 
 
