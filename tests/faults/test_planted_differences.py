@@ -8,6 +8,8 @@ import pytest
 
 from tests.faults.planted_differences import DIFFERENCES, compare
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "name",
