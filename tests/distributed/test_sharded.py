@@ -127,6 +127,7 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
 def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path) -> None:
     path, script = tmp_path / "result.json", SCRIPTS / "sharded.py"

@@ -52,6 +52,7 @@ def newest_checkpoint(sweep: Path) -> Path | None:
     return next((sweep.parent / "sweep" / "trials" / "0000" / "checkpoints").glob("step-*6"), None)
 
 
+@pytest.mark.repeats
 def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_continues_it(
     unbroken: dict[str, Any], tmp_path: Path
 ):
