@@ -1,15 +1,10 @@
-"""Random steps of random runs are replayed bit for bit, and a poisoned sample is ranked first."""
+"""Random steps of random runs are replayed bit for bit."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.faults.poisoned_samples import main as poison
 from tests.faults.random_replays import main as replay_runs
-
-
-def test_a_poisoned_sample_is_ranked_first() -> None:
-    assert poison(runs=6, seed=3)
 
 
 @pytest.mark.slow
