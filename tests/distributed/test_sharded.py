@@ -129,9 +129,10 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
 @pytest.mark.slow
 @pytest.mark.repeats
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
-def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize("way", [1, "fsdp-2"])
+def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path, way: int | str) -> None:
     path, script = tmp_path / "result.json", SCRIPTS / "sharded.py"
-    launch(script, str(path), str(tmp_path), "by_inductor", processes="fsdp-2", result=path, timeout_s=TIMEOUT_S)
+    launch(script, str(path), str(tmp_path), "by_inductor", processes=way, result=path, timeout_s=TIMEOUT_S)
     found = json.loads(path.read_text())["by_inductor"]
     assert found.pop("is_steady")
     assert found.pop("is_same")
