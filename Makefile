@@ -29,7 +29,7 @@ OBJECT_STORAGE := 's3fs==2026.9.0' 'moto[s3,server]==5.2.5' 'swift==2.38.3'
 CHAT_TEMPLATES := --no-deps trl==1.16.0
 # How many conversations each of them renders.
 CONVERSATIONS ?= 500
-# Which tests run with the oldest versions, as a mark expression.
+# Which tests `make test-all` and `make test-lowest` run, as a mark expression.
 SELECT ?=
 # MosaicML Streaming excludes today's transformers, and builds of torchvision that load beside torch for CPUs are not on PyPI.
 READERS := --no-deps mosaicml-streaming==0.13.0 brotli==1.2.1 catalogue==2.0.10 cramjam==2.14.0 python-snappy==0.7.3 \
@@ -65,7 +65,7 @@ test-slow: $(INSTALLED)  ## run the tests that are left: examples, notebooks, th
 	$(BIN)/python -m pytest -m slow
 
 test-all: $(INSTALLED)  ## run all tests, those of `make test` and the slow ones
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest$(if $(SELECT), -m '$(SELECT)')
 
 test-lowest: $(LOWEST)/.installed  ## run unit, resume and distributed tests with the oldest versions that are allowed
 	$(LOWEST)/bin/python -m pytest $(LOWEST_TESTS) -m "$(SELECT)"

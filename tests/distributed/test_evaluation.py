@@ -10,8 +10,9 @@ import pytest
 from tests.distributed.scripts.evaluation import BATCH_SIZE, LENGTHS, OTHER_LENGTH
 from tests.launching import SCRIPTS, launch
 
+REPEATS = [pytest.mark.slow, pytest.mark.repeats]
 SHARING = ("tpfsdp-4",)  # processes that share each batch
-SEVERAL = (3, "fsdp-2", *(pytest.param(way, marks=pytest.mark.slow) for way in SHARING))
+SEVERAL = (3, "fsdp-2", *(pytest.param(way, marks=REPEATS) for way in SHARING))
 LAUNCHES = (1, *SEVERAL)
 
 Answers = dict[int | str, list[dict[str, Any]]]

@@ -103,7 +103,10 @@ FAULTS = [
     (start, "raise", "on_validation_end", 0, "ValueError: the fault of this test"),
     (start, "exit", "on_before_training_step", 1, "SystemExit: 0"),
     (start, "memory", "on_after_backward", 1, "OutOfMemoryError: the fault of this test"),
-    (start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it exited without an error message"),
+    pytest.param(
+        *(start_with_torchrun, "SIGKILL", "on_before_training_step", 1, "it exited without an error message"),
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -188,6 +191,7 @@ def test_a_call_by_the_main_process_alone_is_no_hang_but_an_error_that_names_bot
             assert "outside `if trainer.is_main" in error
 
 
+@pytest.mark.slow
 def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both_and_says_so(tmp_path: Path) -> None:
     case = "on_before_training_step:save_model"
     forks, printed = run_together(SCRIPTS / "called_alone.py", str(tmp_path), case, processes=2)
@@ -196,6 +200,7 @@ def test_a_call_by_the_main_process_alone_while_another_is_in_its_step_ends_both
     assert re.search(r"; process 1: .* in step \(toys.py:", printed), printed
 
 
+@pytest.mark.slow
 def test_a_hang_of_one_process_ends_all_and_says_where_it_was(tmp_path: Path) -> None:
     settings = {"failures": {"hang_timeout_s": 5.0}, "checkpoint_every": "1 step"}
     part = {"act": "hang", "moment": "on_before_training_step", "number": 5, "process": 1, "settings": settings}

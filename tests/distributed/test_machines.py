@@ -100,6 +100,7 @@ def test_a_cut_link_ends_both_hosts_and_the_run_goes_on_to_the_same_bits(
     require_same_bits(tmp_path, unbroken)
 
 
+@pytest.mark.repeats
 def test_a_killed_host_ends_the_other_and_the_run_goes_on_to_the_same_bits(
     hosts: Hosts, unbroken: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
@@ -130,6 +131,7 @@ def test_torchrun_starts_again_with_fewer_hosts_and_the_run_goes_on_by_itself(ho
     assert (tmp_path / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.repeats
 def test_machines_without_a_common_disk_are_an_error_on_each(hosts: Hosts, tmp_path: Path) -> None:
     running = [
         hosts.start(host, [*accmt_launch(host, hosts), SCRIPT, tmp_path, 0, "no"], tmp_path, own_disk=disk)

@@ -11,6 +11,8 @@ from tests.distributed.scripts.packed import LENGTHS, NUMBER, STEP, TOKENS
 from tests.distributed.scripts.packed_on_one import STEPS
 from tests.launching import SCRIPTS, launch, run_together
 
+pytestmark = pytest.mark.slow
+
 ON_ONE = SCRIPTS / "packed_on_one.py"
 PLACES = {"ddp-2": [0, 1], "fsdp-2": [1, 1]}
 """How often each process tries the model: alone where it sees packed rows, and together where all hold a part of it."""

@@ -12,6 +12,7 @@ import torch
 from tests.distributed.test_sharded import HAS_PLANS
 from tests.launching import SCRIPTS, launch
 
+SHARDED = ("fsdp-2", "tp-2") if HAS_PLANS else ("fsdp-2",)
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
@@ -27,7 +28,7 @@ def run(folder: Path, processes: int | str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("way", [2, "fsdp-2", *(("tp-2",) if HAS_PLANS else ())])
+@pytest.mark.parametrize("way", [2, *(pytest.param(way, marks=pytest.mark.repeats) for way in SHARDED)])
 def test_processes_train_what_one_trains_and_resume_with_equal_bits(one: Any, way: int | str, tmp_path: Path) -> None:
     found_in_all = run(tmp_path, way)
     for outcomes in (one, found_in_all) if "kto" in found_in_all else ():  # its baseline is that of the whole step

@@ -13,6 +13,8 @@ import torch
 from accmt.cli.main import main
 from tests.launching import ENGINES, SCRIPTS, python, torchrun
 
+pytestmark = pytest.mark.slow
+
 
 def train(folder: Path, processes: int = 1, mode: str = "") -> Path:
     script = Path(shutil.copy(SCRIPTS / "replayed_run.py", folder / "program.py"))
@@ -27,8 +29,7 @@ def content_of(folder: Path) -> dict[str, tuple[int, bytes]]:
     return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("engine", "mode"), [("ddp", "bf16"), ("fsdp", "")])
+@pytest.mark.parametrize(("engine", "mode"), [("ddp", "bf16"), pytest.param("fsdp", "", marks=pytest.mark.repeats)])
 def test_a_replayed_step_of_two_processes_is_identical_and_nothing_changes(
     engine: str, mode: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -136,7 +137,6 @@ def test_what_differs_and_why_a_step_cannot_be_made_again_are_said(
     assert "no ledger.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_a_program_that_changes_its_working_folder_and_trains_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -184,7 +184,7 @@ trainer.fit(Linear(), torch.ones(8, 1))
 """
 
 
-@pytest.mark.slow
+@pytest.mark.repeats
 def test_a_model_that_was_not_seeded_is_the_told_cause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -78,9 +78,9 @@ def num_data_of(processes: int | str) -> int:
     ("processes", "settings"),
     [
         (3, {}),
-        (3, KEPT_GRADIENTS),
+        pytest.param(3, KEPT_GRADIENTS, marks=pytest.mark.slow),
         ("fsdp-2", {}),
-        pytest.param("tpfsdp-4", {}, marks=pytest.mark.slow),
+        pytest.param("tpfsdp-4", {}, marks=[pytest.mark.slow, pytest.mark.repeats]),
     ],
 )
 def test_the_same_processes_end_with_the_same_bits(tmp_path, processes, settings) -> None:

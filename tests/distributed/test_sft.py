@@ -21,7 +21,9 @@ def run(folder: Path, way: int | str, kind: str) -> dict[str, Any]:
     return outcomes
 
 
-@pytest.mark.parametrize(("way", "kind"), [(2, "packing"), ("fsdp-2", "batches")])
+@pytest.mark.parametrize(
+    ("way", "kind"), [(2, "packing"), pytest.param("fsdp-2", "batches", marks=pytest.mark.repeats)]
+)
 def test_processes_train_what_one_trains_and_resume_with_equal_bits(tmp_path: Path, way: int | str, kind: str) -> None:
     alone, together = run(tmp_path, 1, kind), run(tmp_path, way, kind)
     assert alone.keys() == together.keys() == {"whole, rows", "lora, stream"}
@@ -35,7 +37,7 @@ def test_processes_train_what_one_trains_and_resume_with_equal_bits(tmp_path: Pa
 
 # Images: whole, accumulated and cut by tokens, with batches of one process that have none, which hang without a filler.
 # Weights: padded, cut by tokens or packed; with and without accumulation.
-@pytest.mark.parametrize(("way", "number"), [(2, 3 + 6), ("fsdp-2", 3)])
+@pytest.mark.parametrize(("way", "number"), [(2, 3 + 6), pytest.param("fsdp-2", 3, marks=pytest.mark.repeats)])
 def test_the_gradient_of_images_and_of_weighted_turns_and_rows_is_that_of_plain_torch(
     tmp_path: Path, way: int | str, number: int
 ) -> None:

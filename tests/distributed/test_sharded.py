@@ -42,17 +42,15 @@ LAUNCHES |= {"hsdp-4": (*SOME, "built_gpt2")} if HAS_PLANS else {}
 LAUNCHES |= {"tp-2": SPLIT, "tpfsdp-4": (*SOME, "accumulated", "grouped", "built_in_fit")} if HAS_PLANS else {}
 
 
-def is_slow(way: str, name: str) -> bool:
-    """Return whether a case is one that others stand for, but in `make test-all`."""
-    return (
-        name == "compiled"
-        or way in ("hsdp-4", "tpfsdp-4")
-        or (way == "tp-2" and name in SPLIT[1::2] and name not in SOME)
-    )
+def marks_of(way: str, name: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a case that others stand for: hybrid sharding repeats what FSDP2 shows."""
+    if way == "hsdp-4":
+        return [pytest.mark.slow, pytest.mark.repeats]
+    return [pytest.mark.slow] if name == "compiled" or way != "fsdp-2" else []
 
 
 SHARDED = [
-    pytest.param(way, name, marks=[pytest.mark.slow] if is_slow(way, name) else [])
+    pytest.param(way, name, marks=marks_of(way, name))
     for way, names in LAUNCHES.items()
     if way != 1
     for name in names
@@ -118,6 +116,7 @@ def test_what_cannot_work_on_shards_is_refused_with_the_line_to_write(outcomes: 
     assert "cls.predictions.bias and cls.predictions.decoder.bias, which are tied" in said["tied"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not HAS_PLANS, reason="transformers before 5.23 applies no plans to a model that is there")
 def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outcomes: dict[Any, Any]) -> None:
     said = outcomes["tp-2"]["refused"]
@@ -128,6 +127,7 @@ def test_what_cannot_work_on_split_models_is_refused_with_the_line_to_write(outc
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles with g++")
 @pytest.mark.parametrize("way", [1, "fsdp-2"])
 def test_what_inductor_compiles_trains_and_resumes_as_what_it_does_not(tmp_path: Path, way: int | str) -> None:

@@ -12,6 +12,8 @@ import torch
 from tests.distributed.scripts import unfreezing
 from tests.launching import SCRIPTS, launch, run_together
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = SCRIPTS / "unfreezing.py"
 
 

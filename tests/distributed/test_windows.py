@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DistributedSampler
 from transformers import get_linear_schedule_with_warmup
 
 from tests.distributed.scripts import windows
 from tests.launching import SCRIPTS, launch
 
-CASES = {case.name: case for case in windows.make_cases()}
+WITH_BAD = {case.name: case for case in windows.make_cases_with_bad_samples()}
+CASES = {case.name: case for case in windows.make_cases()} | WITH_BAD
 
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda r: f"{r}-processes")
@@ -30,13 +32,18 @@ def run_grid(folder: Path, processes: int | str) -> dict[str, Any]:
 
 
 def windows_of(case: Any, processes: int) -> list[list[int]]:
-    """Return the samples of each update of an epoch."""
+    """Return the samples of each update of an epoch that can be read."""
+    bad = windows.BAD.get(case.bad, ())
+    return [[index for index in window if index not in bad] for window in planned_windows_of(case, processes)]
+
+
+def planned_windows_of(case: Any, processes: int) -> list[list[int]]:
     size = windows.BATCH_SIZE * case.accumulation
-    if case.data not in ("unshared", "sampler"):
+    if case.data not in windows.OF_EACH:
         size *= processes
         read = [range(start, min(start + size, case.samples)) for start in range(0, case.samples, size)]
         return [[index for one in window for index in windows.samples_of(case.data, one)] for window in read]
-    own = [range(process, case.samples, processes) for process in range(processes)]
+    own = [list(DistributedSampler(range(case.samples), processes, i, shuffle=False)) for i in range(processes)]
     if case.data == "unshared":
         own = [windows.own_samples(case.samples, process, processes) for process in range(processes)]
     starts = range(0, max(map(len, own)), size)
@@ -49,14 +56,12 @@ def reference(case: Any, processes: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=windows.LR)
     epoch = windows_of(case, processes)
     schedule = None
-    if "stream" not in case.data:
+    if "stream" not in case.data and not case.bad:
         total = len(epoch) * case.epochs
         schedule = get_linear_schedule_with_warmup(optimizer, math.ceil(windows.WARMUP * total), total)
     gradients, losses, rates = [], [], []
-    for indices in epoch * case.epochs:
-        samples = [windows.make_sample(index) for index in indices]
-        batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
-        loss, _ = windows.compute_loss(model, batch, weighted=case.weighted)
+    for indices in filter(None, epoch * case.epochs):
+        loss = loss_on(model, indices, weighted=case.weighted)
         loss.backward()
         if case.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)
@@ -69,7 +74,16 @@ def reference(case: Any, processes: int) -> dict[str, Any]:
         optimizer.zero_grad()
     assert schedule is None or optimizer.param_groups[0]["lr"] == 0
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])
-    return {"gradients": gradients, "losses": losses, "weights": weights, "learning_rates": rates}
+    expected = {"gradients": gradients, "losses": losses, "weights": weights, "learning_rates": rates}
+    with torch.no_grad():
+        readable = sorted(set(range(case.samples)) - set(windows.BAD.get(case.bad, ())))
+        return {**expected, "validation": loss_on(model, readable, weighted=False).item()}
+
+
+def loss_on(model: torch.nn.Module, indices: list[int], *, weighted: bool) -> torch.Tensor:
+    samples = [windows.make_sample(index) for index in indices]
+    batch = {key: torch.stack([sample[key] for sample in samples]) for key in samples[0]}
+    return windows.compute_loss(model, batch, weighted=weighted)[0]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +92,12 @@ def test_every_update_equals_that_of_one_big_batch(name: str, results: dict[str,
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp-2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("hsdp-4", "tp-2", "tpfsdp-4"))]
+    "way",
+    [
+        "fsdp-2",
+        *(pytest.param(way, marks=pytest.mark.slow) for way in ("hsdp-4", "tpfsdp-4")),
+        pytest.param("tp-2", marks=[pytest.mark.slow, pytest.mark.repeats]),
+    ],
 )
 def test_every_update_of_a_sharded_or_split_model_equals_that_of_one_big_batch(way: str, tmp_path: Path) -> None:
     results = run_grid(tmp_path, way)
@@ -101,6 +120,21 @@ def check(case: windows.Case, result: dict[str, Any]) -> None:
     state = result["state"]
     num_trained = sum(map(len, windows_of(case, result["processes"])))
     assert state["samples_seen"] == num_trained * case.epochs
-    assert state["global_step"] == len(windows_of(case, result["processes"])) * case.epochs
+    assert state["global_step"] + state["skipped_steps"] == len(windows_of(case, result["processes"])) * case.epochs
     assert state["epoch"] == case.epochs
-    assert state["skipped_steps"] == 0
+    assert state["skipped_steps"] == windows_of(case, result["processes"]).count([]) * case.epochs
+
+
+@pytest.mark.parametrize("name", WITH_BAD)
+def test_samples_that_cannot_be_read_are_counted_logged_and_not_validated(name: str, results: dict[str, Any]) -> None:
+    case, result = WITH_BAD[name], results[name]
+    planned, read = (sum(map(len, f(case, result["processes"]))) for f in (planned_windows_of, windows_of))
+    bad = planned - read
+    assert result["state"]["bad_samples"] == bad * case.epochs
+    logged = [row["bad_samples"] for row in result["rows"] if "bad_samples" in row]
+    assert logged == sorted(logged)
+    assert logged[-1] <= bad * case.epochs
+    if case.data not in windows.OF_EACH:
+        expected = pytest.approx(reference(case, result["processes"])["validation"], rel=1e-6)
+        assert [row["val_loss"] for row in result["rows"] if "val_loss" in row][-1] == expected
+        assert [row["val_bad_samples"] for row in result["rows"] if "val_bad_samples" in row] == [bad] * case.epochs

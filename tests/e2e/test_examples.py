@@ -66,6 +66,7 @@ def accelerate_launch(*arguments: str, timeout_s: float = 240) -> subprocess.Com
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_the_digits_have_equal_weights_under_accelerate_launch_and_run_on_two_processes(tmp_path: Path):
     launched = accelerate_launch(str(DIGITS), "--output", str(tmp_path / "launched"), "--seed", "3")
     assert launched.returncode == 0, launched.stderr

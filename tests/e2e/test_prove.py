@@ -369,6 +369,7 @@ CORRECT: dict[str, tuple[Callable[[], AcceleratorModule], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CORRECT)
 def test_a_correct_program_passes(name: str, tmp_path: Path) -> None:
     make, made = CORRECT[name]

@@ -22,6 +22,7 @@ def mask(printed: str) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_the_spike_is_solved_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_files(PAGE, tmp_path)
     script = tmp_path / "spike.py"

@@ -79,6 +79,7 @@ def lose_machine(job: subprocess.Popen[str], bucket: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_jobs_that_lose_their_machines_are_continued_on_others_by_each_file_and_end_with_the_same_bits(
     tmp_path: Path,
 ) -> None:

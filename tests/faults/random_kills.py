@@ -3,9 +3,8 @@
     python tests/faults/random_kills.py --runs 30
 
 Each run is killed three times (SIGKILL), continued each time by the same command, and then left to end. Runs take turns
-with 0 and 2 loader workers, with and without asynchronous checkpoints. `--trainer transformers` does the same to
-transformers' Trainer; a run that cannot be continued counts as different. `--launch 2` kills runs of two processes, all
-at once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
+with 0 and 2 loader workers, with and without asynchronous checkpoints. `--launch 2` kills runs of two processes, all at
+once or one of them, after which the other ends by itself; `--launch fsdp-2` does so with sharded models, `--launch
 tp-2` with split ones.
 `--store s3` copies checkpoints to an S3 server (moto, which `make object-storage` installs), and wipes the disk at each
 kill; ACCMT_TEST_WIDTH=512 makes checkpoints of 3 MB. With `--disks`, each process has a disk of its own (root only), of
@@ -30,7 +29,7 @@ import time
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -42,7 +41,6 @@ SCRIPT_OF = {
     "packed": SCRIPTS / "killed_packed_run.py",
     "mixed": SCRIPTS / "killed_mixed_run.py",
     "prefer": SCRIPTS / "killed_prefer_run.py",
-    "transformers": SCRIPTS / "killed_transformers_run.py",
 }
 KILLS = 3
 TIMEOUT_S = 300
@@ -53,8 +51,7 @@ class Variant(NamedTuple):
     """How a run is made.
 
     Attributes:
-        trainer: Whose trainer it is: "accmt", "packed" (accmt with packed documents), "mixed" (with several sources),
-            "prefer" (with preferences) or "transformers".
+        trainer: The script, by its name in `SCRIPT_OF`.
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
         launch: How many processes, and with which engine, as `tests.launching.launch` takes it.
@@ -166,23 +163,15 @@ def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random)
     return Outcome(result == expected, sum(hit for hit, _ in hits), sum(ended for _, ended in hits))
 
 
-def start_store(latency_s: float = 0.0) -> None:
-    """Start an S3 server in this process, and let runs copy their checkpoints to it.
-
-    Args:
-        latency_s: How long each answer takes.
-    """
+def start_store() -> None:
+    """Start an S3 server in this process, and let runs copy their checkpoints to it."""
     import fsspec
     from moto.server import DomainDispatcherApplication, create_backend_app
     from werkzeug.serving import make_server
 
     store = DomainDispatcherApplication(create_backend_app)
 
-    def answer(*request: Any) -> Any:
-        time.sleep(latency_s)
-        return store(*request)
-
-    server = make_server("127.0.0.1", 0, answer, threaded=True)
+    server = make_server("127.0.0.1", 0, store, threaded=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     os.environ |= {

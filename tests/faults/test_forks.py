@@ -12,6 +12,7 @@ from tests.faults.random_replays import TIMEOUT_S, Variant, start
 
 
 @pytest.mark.slow
+@pytest.mark.repeats
 def test_a_killed_fork_of_a_sharded_run_is_the_run_bit_for_bit(tmp_path: Path) -> None:
     """`random_forks.py --forks 30` has the other kinds, and forks with another learning rate."""
     variant = Variant("dataset", "fsdp-2", "no", accumulation=3, seed=1248)

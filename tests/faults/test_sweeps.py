@@ -52,6 +52,7 @@ def newest_checkpoint(sweep: Path) -> Path | None:
     return next((sweep.parent / "sweep" / "trials" / "0000" / "checkpoints").glob("step-*6"), None)
 
 
+@pytest.mark.repeats
 def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_continues_it(
     unbroken: dict[str, Any], tmp_path: Path
 ):
@@ -73,6 +74,7 @@ def test_a_program_whose_worker_was_killed_stops_itself_and_the_next_worker_cont
     assert read_study(sweep)["trials"] == unbroken["trials"][:1]
 
 
+@pytest.mark.repeats
 def test_trials_that_run_side_by_side_are_those_that_run_one_by_one_and_can_be_replayed(tmp_path: Path, capsys):
     space = {"optim.lr": {"log_uniform": [1e-3, 1.0]}, "trainer.ledger": True}
     keys = {"space": space, "sampler": "random", "pruner": "none"}
@@ -88,6 +90,7 @@ def test_trials_that_run_side_by_side_are_those_that_run_one_by_one_and_can_be_r
     assert "bit-for-bit identical" in capsys.readouterr().out
 
 
+@pytest.mark.repeats
 @pytest.mark.skipif(find_server() is None, reason="no PostgreSQL: apt-get install postgresql")
 def test_workers_that_share_a_database_take_over_the_trials_of_a_killed_one(tmp_path: Path):
     def start_worker(name: str) -> subprocess.Popen[bytes]:

@@ -111,7 +111,8 @@ def test_models_of_another_run_are_not_deleted(url: str) -> None:
     assert [one.manifest.info["run_name"] for one in remote.newest_first() if one.manifest] == ["run 1", "run 0"]
 
 
-def test_a_second_run_is_refused_before_training(url: str) -> None:
+def test_a_second_run_is_refused_before_training(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Lease, "HEARTBEAT_S", 0.2)
     lease = Lease(RemoteModelFolder(url), "first")
     lease._content["machine"] = "another"
     lease.take()

@@ -29,8 +29,6 @@ from accmt import (
 )
 from accmt.processes import gather_objects, is_main_process, process_index
 
-VALIDATION_SIZES = (1, 7, 8, 17)
-
 
 def make_points(count: int, seed: int = 0) -> TensorDataset:
     """Make points `[4]` with one of three labels."""
@@ -88,21 +86,6 @@ class OnMain(MainProcessCallback):
     def on_evaluation_end(self, metrics: dict[str, float]) -> None:
         self.count += 1
         metrics["on_main"] = torch.tensor(-float(self.count))
-
-
-def evaluate_untrained(size: int, folder: Path) -> dict[str, float]:
-    """Return loss and accuracy of an untrained model over `size` samples."""
-    hps = {"epochs": 1, "batch_size": 4, "optim": {"type": "SGD", "lr": 1e-30}}
-    trainer = Trainer(
-        hps,
-        folder / "none",
-        model_saving=None,
-        checkpoint_every=None,
-        logging_dir=folder,
-        verbose=False,
-        metrics=Accuracy(),
-    )
-    return dict(trainer.fit(Classifier(), make_points(8), make_points(size, seed=1)).metrics)
 
 
 def train(folder: Path) -> dict[str, Any]:
@@ -288,7 +271,6 @@ def main() -> None:
     """Run everything and write the results."""
     folder = Path(sys.argv[2])
     results = {
-        "evaluations": {size: evaluate_untrained(size, folder) for size in VALIDATION_SIZES},
         "training": train(folder),
         "averages": average_weights(folder),
         "reductions": count_reductions(folder),

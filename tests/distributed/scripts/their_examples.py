@@ -1,6 +1,6 @@
-"""Trains the examples of examples/well-known-scripts.md, as the page has them or as the originals do; writes losses.
+"""Trains the examples of examples/well-known-scripts.md, as the page has them; writes losses.
 
-PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER here|there
+PYTHONPATH=. torchrun --nproc-per-node 2 their_examples.py RESULT.json FOLDER
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import default_collate
 
 import tests.many_runs  # noqa: F401
 from accmt import Trainer, read_history
@@ -57,7 +56,6 @@ class Example:
         loss: The loss of one batch, as the original computes it on one process.
         accumulation: Micro-batches of a step.
         metric: What the validation step returns beside the loss.
-        has_trainer: Whether the original is a program for transformers' Trainer.
         rate: The learning rate.
     """
 
@@ -69,9 +67,7 @@ class Example:
     loss: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(**batch).loss
     accumulation: int = 1
     metric: str | None = None
-    has_trainer: bool = True
     rate: float = RATE
-    arguments: dict[str, Any] = field(default_factory=dict)
 
     def rows(self) -> list[Any]:
         rng = torch.Generator().manual_seed(1)
@@ -106,13 +102,9 @@ def in_plain_torch(example: Example) -> list[float]:
     return losses
 
 
-def here(example: Example, folder: Path) -> list[float]:
+def train(example: Example, folder: Path) -> list[float]:
     """Return the losses that the Trainer logs."""
-    hps = {
-        "epochs": 1,
-        "batch_size": BATCH // PROCESSES,
-        "optim": {"type": "SGD", "lr": example.rate},
-    }
+    hps = {"epochs": 1, "batch_size": BATCH // PROCESSES, "optim": {"type": "SGD", "lr": example.rate}}
     metrics = Kept(example.metric, greater_is_better=True) if example.metric else None
     trainer = Trainer(
         hps,
@@ -135,75 +127,6 @@ def here(example: Example, folder: Path) -> list[float]:
         return []
     values = [row.get("values", {}) for row in read_history(trainer.log_dir)]
     return [row["train_loss"] for row in values if "train_loss" in row]
-
-
-def there(example: Example, folder: Path) -> list[float]:
-    """Return the losses of the original, which are the means over processes."""
-    return (_by_their_trainer if example.has_trainer else _by_their_loop)(example, folder)
-
-
-def _by_their_trainer(example: Example, folder: Path) -> list[float]:
-    class Original(transformers.Trainer):
-        def compute_loss(
-            self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-        ) -> Any:
-            if example.loss is Example.loss:
-                return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
-            return example.loss(model, inputs)
-
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder / "theirs"),
-        num_train_epochs=1,
-        per_device_train_batch_size=BATCH // PROCESSES,
-        gradient_accumulation_steps=example.accumulation,
-        learning_rate=example.rate,
-        optim="sgd",
-        lr_scheduler_type="constant",
-        max_grad_norm=0.0,
-        save_strategy="no",
-        logging_steps=1,
-        report_to="none",
-        train_sampling_strategy="sequential",
-        dataloader_pin_memory=False,
-        remove_unused_columns=False,
-        disable_tqdm=True,
-        use_cpu=True,
-        **example.arguments,
-    )
-    trainer = Original(example.model(), arguments, train_dataset=example.rows(), data_collator=example.collate)
-    trainer.train()
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
-
-
-def _by_their_loop(example: Example, _: Path) -> list[float]:
-    """Train as the loop of Accelerate's documentation does."""
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=example.accumulation)
-    model = example.model().train()
-    size = BATCH // PROCESSES
-    loader: Any = DataLoader(example.rows(), size, collate_fn=example.collate)
-    optimizer: Any = torch.optim.SGD(model.parameters(), example.rate)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses: list[float] = []
-    batches = list(loader)
-    for first in range(0, len(batches), example.accumulation):
-        of_step = batches[first : first + example.accumulation]
-        total, own = torch.ones(1), torch.zeros(1)
-        if example.accumulation > 1:  # as the guide on losses over tokens does
-            count = sum((batch["labels"][:, 1:] != -100).sum() for batch in of_step)
-            total = accelerator.gather(count.reshape(1)).sum()
-        for batch in of_step:
-            with nullcontext() if batch is of_step[-1] else accelerator.no_sync(model):
-                loss = example.loss(model, batch)
-                if example.accumulation > 1:
-                    loss = loss * (batch["labels"][:, 1:] != -100).sum() / total * PROCESSES * example.accumulation
-                accelerator.backward(loss)
-                own += loss.detach() / example.accumulation
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(accelerator.gather(own).mean().item())
-    return losses
 
 
 # The models, samples and losses of the originals
@@ -230,29 +153,18 @@ def masked(samples: list[Any]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": (ids != PAD).long()}
 
 
-BERT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 8,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-SEQ2SEQ: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "d_model": 8,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 8,
-    "decoder_ffn_dim": 8,
+SMALL: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 8, "intermediate_size": 8}
+OFF = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+BERT: dict[str, Any] = {"vocab_size": VOCABULARY, **SMALL, **OFF}
+HALF = {"layers": 1, "ffn_dim": 8, "attention_heads": 2}
+SEQ2SEQ: dict[str, Any] = {f"encoder_{name}": size for name, size in HALF.items()}
+SEQ2SEQ |= {f"decoder_{name}": size for name, size in HALF.items()} | {"d_model": 8, "dropout": 0.0}
+TEXTS = {
     "pad_token_id": PAD,
     "bos_token_id": 1,
     "eos_token_id": END,
     "decoder_start_token_id": 1,
-    "dropout": 0.0,
+    "vocab_size": VOCABULARY,
 }
 
 
@@ -273,19 +185,8 @@ def make_detr() -> nn.Module:
     backbone = transformers.ResNetConfig(
         embedding_size=4, hidden_sizes=[4], depths=[1], layer_type="basic", out_features=["stage1"]
     )
-    small = {"encoder_ffn_dim": 8, "decoder_ffn_dim": 8, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-    config = transformers.DetrConfig(
-        backbone_config=backbone,
-        use_timm_backbone=False,
-        num_queries=4,
-        d_model=8,
-        encoder_layers=1,
-        decoder_layers=1,
-        dropout=0.0,
-        num_labels=3,
-        **small,
-    )
-    return transformers.DetrForObjectDetection(config)
+    own = {"backbone_config": backbone, "use_timm_backbone": False, "num_queries": 4, "num_labels": 3}
+    return transformers.DetrForObjectDetection(transformers.DetrConfig(**SEQ2SEQ, **own))
 
 
 def make_image(rng: torch.Generator) -> Row:
@@ -295,20 +196,14 @@ def make_image(rng: torch.Generator) -> Row:
 
 
 def collate_images(samples: list[Any]) -> dict[str, Any]:
-    return {
-        "pixel_values": stacked(samples, "pixel_values"),
-        "labels": [sample["labels"] for sample in samples],
-    }
+    return {"pixel_values": stacked(samples, "pixel_values"), "labels": [sample["labels"] for sample in samples]}
 
 
 def make_wav2vec() -> nn.Module:
     off = ("hidden_dropout", "attention_dropout", "activation_dropout", "feat_proj_dropout", "final_dropout")
     config = transformers.Wav2Vec2Config(
+        **SMALL,
         vocab_size=VOCABULARY,
-        hidden_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=8,
         conv_dim=(4, 4),
         conv_stride=(4, 2),
         conv_kernel=(4, 2),
@@ -332,20 +227,13 @@ def collate_sounds(samples: list[Any], name: str) -> dict[str, Tensor]:
 
 
 def make_clip() -> nn.Module:
-    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.CLIPConfig(
-        text_config={**small, "vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": END},
-        vision_config={**small, "image_size": 8, "patch_size": 4},
-        projection_dim=8,
-    )
-    return transformers.CLIPModel(config)
+    texts = {**SMALL, "vocab_size": VOCABULARY, "max_position_embeddings": 8, "eos_token_id": END}
+    images = {**SMALL, "image_size": 8, "patch_size": 4}
+    return transformers.CLIPModel(transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=8))
 
 
 def make_pair(rng: torch.Generator) -> Row:
-    return {
-        "input_ids": ended(tokens(rng, 5, 5)),
-        "pixel_values": torch.randn(3, 8, 8, generator=rng),
-    }
+    return {"input_ids": ended(tokens(rng, 5, 5)), "pixel_values": torch.randn(3, 8, 8, generator=rng)}
 
 
 def contrast(model: nn.Module, batch: Any) -> Tensor:
@@ -370,19 +258,9 @@ def reward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_gpt() -> nn.Module:
-    config = transformers.GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=1,
-        eos_token_id=END,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    sizes = {"vocab_size": VOCABULARY, "n_positions": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, **off, bos_token_id=1, eos_token_id=END))
 
 
 def make_reference() -> nn.Module:
@@ -419,7 +297,7 @@ def collate_texts(samples: list[Any]) -> dict[str, Tensor]:
 def make_whisper() -> nn.Module:
     off: dict[str, Any] = dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"))
     config = transformers.WhisperConfig(
-        **SEQ2SEQ, num_mel_bins=4, max_source_positions=10, max_target_positions=16, **off
+        **SEQ2SEQ, **TEXTS, num_mel_bins=4, max_source_positions=10, max_target_positions=16, **off
     )
     model = transformers.WhisperForConditionalGeneration(config)
     model.generation_config.suppress_tokens = model.generation_config.begin_suppress_tokens = None
@@ -427,14 +305,11 @@ def make_whisper() -> nn.Module:
 
 
 def make_speech(rng: torch.Generator) -> Row:
-    return {
-        "input_features": torch.randn(4, 20, generator=rng),
-        "labels": ended(tokens(rng)),
-    }
+    return {"input_features": torch.randn(4, 20, generator=rng), "labels": ended(tokens(rng))}
 
 
 def make_marian() -> nn.Module:
-    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ, max_position_embeddings=24))
+    return transformers.MarianMTModel(transformers.MarianConfig(**SEQ2SEQ, **TEXTS, max_position_embeddings=24))
 
 
 def make_sentence(rng: torch.Generator) -> Row:
@@ -451,25 +326,10 @@ def smooth(model: nn.Module, batch: Any) -> Tensor:
 
 
 def make_forecaster() -> nn.Module:
-    config = transformers.TimeSeriesTransformerConfig(
-        prediction_length=4,
-        context_length=6,
-        lags_sequence=[1],
-        num_time_features=1,
-        encoder_layers=1,
-        decoder_layers=1,
-        d_model=8,
-        encoder_ffn_dim=8,
-        decoder_ffn_dim=8,
-        scaling=None,
-        num_parallel_samples=3,
-        dropout=0.0,
-        attention_dropout=0.0,
-        activation_dropout=0.0,
-        encoder_layerdrop=0.0,
-        decoder_layerdrop=0.0,
-    )
-    return transformers.TimeSeriesTransformerForPrediction(config)
+    series = {"prediction_length": 4, "context_length": 6, "lags_sequence": [1], "num_time_features": 1}
+    off = dict.fromkeys(("attention_dropout", "activation_dropout", "encoder_layerdrop", "decoder_layerdrop"), 0.0)
+    own: dict[str, Any] = {**SEQ2SEQ, **series, **off, "scaling": None, "num_parallel_samples": 3}
+    return transformers.TimeSeriesTransformerForPrediction(transformers.TimeSeriesTransformerConfig(**own))
 
 
 def make_series(rng: torch.Generator) -> Row:
@@ -623,7 +483,6 @@ EXAMPLES = (
         collate_texts,
         of_model("LanguageModel"),
         accumulation=2,
-        has_trainer=False,
     ),
     Example(
         "Fine-tuning Whisper",
@@ -643,14 +502,7 @@ EXAMPLES = (
         metric="bleu",
     ),
     Example(
-        "Time series",
-        make_forecaster,
-        make_series,
-        default_collate,
-        of_model("Forecast"),
-        metric="mase",
-        has_trainer=False,
-        rate=0.01,
+        "Time series", make_forecaster, make_series, default_collate, of_model("Forecast"), metric="mase", rate=0.01
     ),
     Example(
         "Detection",
@@ -659,7 +511,6 @@ EXAMPLES = (
         collate_scenes,
         lambda page, model: page["Yolo"](model, sum_losses),
         detect,
-        has_trainer=False,
         rate=0.01,
     ),
     Example(
@@ -669,26 +520,14 @@ EXAMPLES = (
         collate_visits,
         lambda page, model: page["TwoTowers"](model, LOG_Q),
         retrieve,
-        has_trainer=False,
     ),
-    Example(
-        "Knowledge graphs",
-        RotatE,
-        make_triple,
-        default_collate,
-        of_model("KnowledgeGraph"),
-        embed_graph,
-        has_trainer=False,
-    ),
+    Example("Knowledge graphs", RotatE, make_triple, default_collate, of_model("KnowledgeGraph"), embed_graph),
 )
 
 
-def main(result: str, folder: str, who: str) -> None:
+def main(result: str, folder: str) -> None:
     """Train each example and write its losses."""
-    train = {"here": here, "there": there}[who]
-    losses = {}
-    for example in EXAMPLES:
-        losses[example.title] = train(example, Path(folder))
+    losses = {example.title: train(example, Path(folder)) for example in EXAMPLES}
     if is_main_process():
         Path(result).write_text(json.dumps(losses))
 

@@ -35,11 +35,18 @@ from tests.pairs import pairs
 from tests.splitting import is_split, split
 from tests.toys import Record
 
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
 BATCH_SIZE = 4
 TOKENS = 5
 LR = 0.05
 CLIP = 0.3
 WARMUP = 0.3
+BAD = {
+    "here and there": (1, 5, 20, 28),
+    "all of a batch": (1, *range(8, 12), *range(16, 24), 27),  # of one process, and of all
+    "the first": tuple(range(8)),
+}
+OF_EACH = ("unshared", "sampler", "sampled")  # of which each process has a part of its own
 COLLATED = ("dropping", "dropping-loader", "dropping-stream", "adding", "adding-loader-of-stream")
 
 
@@ -54,11 +61,13 @@ class Case:
     clip: float | None = None
     micro: int | None = None
     max_tokens: int | None = None
+    bad: str = ""
     epochs: int = 2
 
     @property
     def name(self) -> str:
-        return "-".join(f"{key}={value}" for key, value in asdict(self).items())
+        values = asdict(self)
+        return "-".join(f"{key}={value}" for key, value in values.items() if value != getattr(Case, key, None))
 
 
 def make_sharded_cases() -> list[Case]:
@@ -92,6 +101,12 @@ def make_cases() -> list[Case]:
     cut = pairs(("stream", "unshared", "adding"), (3, 29), few, is_weighted)
     cases += [Case(n, a, w, data, max_tokens=9) for data, n, a, w in cut]
     return cases + [Case(29, a, w, clip=CLIP) for a, w in pairs(few, is_weighted)]
+
+
+def make_cases_with_bad_samples() -> list[Case]:
+    """Return cases of which some samples cannot be read, and are skipped."""
+    cases = [Case(29, a, w, bad=bad) for bad, a, w in pairs(BAD, (1, 2, 4), (False, True))]
+    return cases + [Case(29, 2, data=data, bad=bad) for bad in BAD for data in ("loader", "unshared", "sampled")]
 
 
 def own_samples(samples: int, process: int, processes: int) -> list[int]:
@@ -147,12 +162,14 @@ def compute_loss(model: nn.Module, batch: dict[str, torch.Tensor], *, weighted: 
 
 
 class Samples(Dataset[Any]):
-    """Samples with a length."""
+    """Samples with a length, of which some may not be readable."""
 
-    def __init__(self, indices: Sequence[int]) -> None:
-        self.indices = indices
+    def __init__(self, indices: Sequence[int], bad: str = "") -> None:
+        self.indices, self.bad = indices, BAD.get(bad, ())
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if self.indices[index] in self.bad:
+            raise KeyError(f"sample {self.indices[index]}")
         return make_sample(self.indices[index])
 
     def __len__(self) -> int:
@@ -196,6 +213,13 @@ class CountedRegression(Regression):
         return len(batch["inputs"])
 
 
+class Evaluated(Regression):
+    """Returns the loss of validation batches too."""
+
+    def validation_step(self, batch: Any) -> torch.Tensor:
+        return compute_loss(self.model, batch, weighted=False)[0]
+
+
 class GradientRecorder(Callback):
     """Writes down the gradient and the learning rate of each update."""
 
@@ -209,6 +233,11 @@ class GradientRecorder(Callback):
         self.learning_rates.append(optimizer.param_groups[0]["lr"])
 
 
+def make_sampler(case: Case) -> Any:
+    """Divide the samples over the processes as torch does, which gives some twice."""
+    return DistributedSampler(range(case.samples), WORLD_SIZE, process_index(), shuffle=False)
+
+
 def make_data(case: Case) -> Any:
     """Return the case's data in the form it asks for."""
     if case.data in ("stream", "dropping-stream"):
@@ -216,11 +245,10 @@ def make_data(case: Case) -> Any:
     if case.data == "adding-loader-of-stream":
         return DataLoader(Stream(case.samples), BATCH_SIZE, collate_fn=CollateOthers(case.data))
     if case.data == "unshared":
-        return Samples(own_samples(case.samples, process_index(), int(os.environ.get("WORLD_SIZE", "1"))))
-    samples = Samples(range(case.samples))
+        return Samples(own_samples(case.samples, process_index(), WORLD_SIZE), case.bad)
+    samples = Samples(range(case.samples), case.bad)
     if case.data == "sampler":
-        sampler = DistributedSampler(samples, int(os.environ.get("WORLD_SIZE", "1")), process_index(), shuffle=False)
-        return DataLoader(samples, BATCH_SIZE, sampler=sampler)
+        return DataLoader(samples, BATCH_SIZE, sampler=make_sampler(case))
     collate = CollateOthers(case.data) if case.data == "dropping-loader" else None
     return DataLoader(samples, BATCH_SIZE, collate_fn=collate) if "loader" in case.data else samples
 
@@ -230,8 +258,10 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
     recorder = GradientRecorder()
     hps = {"epochs": case.epochs, "batch_size": BATCH_SIZE, "optim": {"type": "SGD", "lr": LR}}
     hps["max_micro_batch_size"], hps["max_tokens"] = case.micro, case.max_tokens
-    if "stream" not in case.data:
+    if "stream" not in case.data and not case.bad:
         hps["scheduler"] = {"type": "LinearWithWarmup", "warmup_ratio": WARMUP}
+    settings |= {"failures": {"on_bad_sample": "skip"}} if case.bad else {}
+    settings |= {"sampler": make_sampler(case)} if case.data == "sampled" else {}
     trainer = Trainer(
         hps,
         folder / "model",
@@ -247,19 +277,16 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
         verbose=False,
         **settings,
     )
-    kind = CountedRegression if case.data in COLLATED else Regression
+    kind = CountedRegression if case.data in COLLATED else Evaluated if case.bad else Regression
     module = kind(weighted=case.weighted)
-    state = trainer.fit(module, make_data(case))
+    state = trainer.fit(module, make_data(case), make_data(case) if case.bad and case.data not in OF_EACH else None)
     weights = torch.cat([make_whole(p.detach()).flatten() for p in module.model.parameters()]).tolist()
     every = gather_objects((recorder.gradients, state.state_dict(), weights))
-    losses = (
-        [row["values"]["train_loss"] for row in read_history(trainer.log_dir) if "values" in row]
-        if is_main_process()
-        else []
-    )
+    rows = [row["values"] for row in read_history(trainer.log_dir) if "values" in row] if is_main_process() else []
     return {
         "gradients": recorder.gradients,
-        "losses": losses,
+        "losses": [row["train_loss"] for row in rows if "train_loss" in row],
+        "rows": rows,
         "state": state.state_dict(),
         "weights": weights,
         "learning_rates": recorder.learning_rates,
@@ -270,7 +297,9 @@ def run_case(case: Case, folder: Path, **settings: Any) -> dict[str, Any]:
 
 def main() -> None:
     """Run the grid and write the results."""
-    cases = make_sharded_cases() if "ACCELERATE_USE_FSDP" in os.environ else make_cases()
+    cases = (
+        make_sharded_cases() if "ACCELERATE_USE_FSDP" in os.environ else [*make_cases(), *make_cases_with_bad_samples()]
+    )
     if "ACCELERATE_USE_PARALLELISM_CONFIG" in os.environ:
         cases = make_cases_of_mesh(is_split=is_split())
     with tempfile.TemporaryDirectory() as folder:
