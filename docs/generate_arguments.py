@@ -41,7 +41,7 @@ HEAD = """\
 
 <!-- written by docs/generate_arguments.py from the docstrings in accmt/options; change those -->
 
-These ten are enough for most scripts, and only the first two are required:
+Look up an argument of the Trainer. These ten are enough for most scripts, and only the first two are required:
 
 | argument | what it sets |
 |---|---|

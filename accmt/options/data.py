@@ -69,13 +69,11 @@ class DataOptions(Options):
 
     Args:
         batch_sampler: A torch batch sampler for training. Batch i goes to process i modulo the number of processes.
-        group_by_length: Whether to build training batches from samples of similar length: shuffled samples are sorted
-            by length, about 50 batches at a time. This changes which samples share a step; `max_tokens` in the
-            hyper-parameters does not.
+        group_by_length: Whether to sort shuffled samples by length, about 50 batches at a time. This changes which
+            samples share a step; `max_tokens` in the hyper-parameters does not.
         drop_last: Whether to drop the last training batch if it is not full. Validation data are never dropped.
-        persistent_workers: Whether workers stay alive between epochs, so that they need not be restarted. Changes that
-            you make to the dataset between epochs then do not reach the workers. This has no effect on streams or on a
-            dataset with `set_epoch` or `state_dict`.
+        persistent_workers: Whether workers stay alive between epochs; they then do not see changes to the dataset. This
+            has no effect on streams or on a dataset with `set_epoch` or `state_dict`.
         shard: Whether to shard the data across processes. With False, every process sees all data.
         device_placement: Whether to move batches to the device before a step.
     """
@@ -107,18 +105,14 @@ class DataSettings(Group):
         shuffle_validation: Whether to shuffle validation data. This does not affect results.
         sampler: The order of training samples: a torch `Sampler`, a function `(dataset) -> Sampler`, or a list of
             indices; `{"train": ..., "val": ...}` also sets the order of validation data.
-        collate_fn: Function that turns a list of samples into a batch. In a list of functions, each is applied to the
+        collate_fn: Function that turns a list of samples into a batch; in a list of functions, each is applied to the
             result of the previous one. `{"train": ..., "val": ...}` sets separate functions; "val" also applies to test
-            and prediction data. None uses torch's default. A `collate_fn` method of the module takes precedence.
-        dataloader_pin_memory: Whether to put batches into pinned memory. This has no effect without an accelerator
-            device.
-        dataloader_num_workers: Number of data-loading processes per training process. 0 loads data in the training
-            process.
-        data_options: How data are batched, loaded and sharded: `DataOptions(drop_last=True)`, or a dict of its
-            arguments.
-        reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
-            `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string
-            such as "2 epochs"; 0 builds them once.
+            and prediction data. A `collate_fn` method of the module takes precedence.
+        dataloader_pin_memory: Whether to put batches into pinned memory, with an accelerator device.
+        dataloader_num_workers: Data-loading processes per training process. 0 loads data in the training process.
+        data_options: How data are batched, loaded and sharded: `DataOptions(drop_last=True)`, or a dict.
+        reload_dataloaders_every_n_epochs: Rebuilds the loaders of the module or the datamodule at the start of every
+            n-th epoch; 0 builds them once.
         limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
             as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits only validation.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0

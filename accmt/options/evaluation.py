@@ -35,14 +35,13 @@ class MetricOptions(Options):
 
     Args:
         averages: Results to average. Each key is the name of an average, and its value selects results: a function of a
-            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or a list of names,
-            such as `["accuracy__en", "accuracy__de"]`. Losses are not included. `best_mean_accuracy` and `patience` can
-            monitor an average.
+            result's name, such as `{"mean_accuracy": lambda name: name.startswith("accuracy")}`, or a list of names.
+            Losses are not included. `best_mean_accuracy` and `patience` can monitor an average.
         derived: A function that receives a dict with the list of values of each average, and returns further results
             as a dict.
         report_all: Whether to also log results that are part of an average.
-        gather_chunk_size: Size of the chunks in which each process sends predictions to the main process, if a metric
-            or `predict` needs them there: bytes, or a string such as "32MB". None sends everything in one chunk.
+        gather_chunk_size: Size of the chunks in which predictions are sent to the main process: bytes, or a string such
+            as "32MB". None sends everything in one chunk.
     """
 
     averages: Annotated[Mapping[str, Choice] | None, _AVERAGES, Off()] = None
@@ -81,22 +80,22 @@ class EvaluationSettings(Group):
     """Evaluation on validation data.
 
     Args:
-        evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
-            fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
-            of each epoch. "never": not at all, for example because `accmt evaluate` does it in another process.
-        eval_when_finish: Whether to evaluate at the end of training if evaluations do not follow epochs and the last
-            step has not been evaluated yet.
+        evaluate_every_n_steps: Steps or interval between evaluations, such as "500 steps" or "0.25 epochs", counted
+            across epochs. None: at the end of each epoch. "never": not at all, for example because `accmt evaluate`
+            does it in another process.
+        eval_when_finish: Whether to evaluate at the end of training if the last step has not been evaluated yet and
+            evaluations do not follow epochs.
         eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
-        num_sanity_val_steps: Validation batches to run before training, so that errors show early; they have no other
-            effect. 0 is off, -1 runs all batches.
+        num_sanity_val_steps: Validation batches to run before training, so that errors show early. 0 is off, -1 runs
+            all batches.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
-        report_loss_after_eval: True logs the mean validation loss once per evaluation. False logs the loss of every
+        report_loss_after_eval: True logs the mean validation loss once per evaluation, False the loss of every
             `log_every`-th validation batch.
         metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
-            or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
-            `{"perplexity": "min"}` declares that lower is better, for a value that a step or a hook reports.
+            or metrics from `evaluate`; one, a list, a dict by name, or a dict of lists by validation set.
+            `{"perplexity": "min"}` sets the direction of a value that a step or a hook reports.
         metric_options: Which results to average, and how to gather predictions: `MetricOptions(averages=...)`, or a
-            dict of its arguments.
+            dict.
     """
 
     evaluate_every_n_steps: Annotated[int | float | str | None, _read_interval] = None

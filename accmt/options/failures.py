@@ -65,24 +65,20 @@ class Failures(Options):
             the batch, "skip" skips the optimizer step (and waits for the device once per step), "rollback" returns to
             the newest checkpoint and skips that step; None only warns.
         spike_guard: Treats a loss as not finite if it is more than this many standard deviations above the mean of the
-            process's last 100 losses, starting with the 21st loss. None disables this.
+            process's last 100 losses.
         on_bad_sample: "raise" ends the run with an error that names a sample that cannot be read; "skip" drops it from
-            its batch, counts it (`bad_samples`) and warns. This has no effect on streams.
-        on_long_sample: What to do with a sample longer than `max_tokens` of the hyper-parameters: "warn" puts it into a
-            separate micro-batch and warns once; "raise" ends the run.
-        hang_timeout_s: Seconds without a finished batch after which the run ends, because it is considered hung; the
-            message says where. None disables this.
+            its batch, counts it (`bad_samples`) and warns; not for streams.
+        on_long_sample: What to do with a sample longer than `max_tokens`: "warn" puts it into a separate micro-batch
+            and warns once; "raise" ends the run.
+        hang_timeout_s: Seconds without a finished batch after which the run ends; the message says where.
         machine_timeout_s: On several machines, seconds without a heartbeat from one machine after which the others end.
             None waits as long as torch does.
         preempt_exit_code: Exit code after SIGTERM or SIGUSR1, from 0 to 255.
-        preflight: Whether to check at the start that the state can be stored, and that the disk has enough space for
-            checkpoints and model.
-        try_longest: Whether to run forward and backward on the largest possible micro-batch before training, without
-            side effects, so that an out-of-memory error occurs early. If lengths are known, this batch contains the
-            longest samples. None does this only on devices with their own memory.
+        preflight: Whether to check at the start that the state can be stored, and that the disk has enough space.
+        try_longest: Whether to run forward and backward on the largest possible micro-batch before training, so that an
+            out-of-memory error occurs early. None does this only on devices with their own memory.
         compare_replicas: Whether processes compare their replicated weights and optimizer state at each evaluation and
-            checkpoint, and end the run if they differ. Set this to False if replicas differ on purpose, as in local
-            SGD.
+            checkpoint. Set this to False if replicas differ on purpose, as in local SGD.
     """
 
     on_nonfinite: Annotated[Literal["stop", "skip", "rollback"] | None, Off()] = "stop"
@@ -109,10 +105,10 @@ class FailureSettings(Group):
     """Failures.
 
     Args:
-        handlers: Errors after which accmt saves a checkpoint of the last optimizer step before it raises them: a
-            `Handler`, its name, or a list.
+        handlers: Errors after which accmt saves a checkpoint of the last optimizer step: a `Handler`, its name, or a
+            list.
         failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
-            `Failures(on_nonfinite="skip")`, or a dict of its arguments.
+            `Failures(on_nonfinite="skip")`, or a dict.
     """
 
     handlers: Annotated[Handler | str | Iterable[Handler | str] | None, read_handlers, Off()] = None

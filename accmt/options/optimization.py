@@ -64,11 +64,10 @@ class OptimizationSettings(Group):
 
     Args:
         grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch
-            (from 0) at which each number starts to apply; or the name of a window maker from another package
-            (entry-point group `accmt.window_makers`), which decides after each batch whether the window is complete.
-            None means 1.
-        clip_grad: Maximum gradient norm of an optimizer step; the whole gradient is scaled. `Clipping(value=0.5)`
-            clamps each entry instead. None or 0 disables clipping. For sparse gradients, only the stored values count.
+            (from 0) at which each number starts to apply; or the name of another package's window maker (entry-point
+            group `accmt.window_makers`). None means 1.
+        clip_grad: Maximum gradient norm of an optimizer step. `Clipping(value=0.5)` clamps each entry instead. None or
+            0 disables clipping. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
         same_bits: Computes each batch in this many units, a power of two, so that weights, metrics and checkpoints have
             the same bits on any number of processes that divides it. `batch_size` then counts the samples of all

@@ -193,11 +193,9 @@ class ParallelismOptions(Options):
         shard: Number of processes that share the shards of one model replica. None means all processes.
         replicate: Number of model replicas. None means one.
         tp: Number of processes over which the model is split by its tensor-parallel plan; they process the same
-            batches. None does not split.
-        ddp: Arguments of `accelerate.DistributedDataParallelKwargs`, for a model that is not sharded. It replaces the
-            options above.
-        engine: Name of an engine from another package (entry-point group `accmt.engines`). It replaces the other
-            options.
+            batches.
+        ddp: Arguments of `accelerate.DistributedDataParallelKwargs`, for a model that is not sharded.
+        engine: Name of another package's engine (entry-point group `accmt.engines`). It replaces the other options.
     """
 
     fsdp: Annotated[bool | Mapping[str, Any], require_fsdp] = True
@@ -222,34 +220,31 @@ class RunningSettings(Group):
 
     Args:
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
-        mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
+        mixed_precision: "no", "fp16" or "bf16", or the name of another package's precision (entry-point group
             `accmt.precisions`); None uses the launch setting.
         parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
-            dict of its arguments.
-        compile: Whether to compile the model with `torch.compile`. A dict sets its arguments. `{"buckets": 64}` pads
+            dict.
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. `{"buckets": 64}` pads
             batches to multiples of 64, which limits the number of graphs. `{"regional": True}` compiles only the
-            repeated layers, so that compilation takes a fraction of the time.
+            repeated layers, in a fraction of the time.
         seed: Random seed for everything. None draws a random seed.
-        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
+        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory. A dict sets
             arguments of `torch.utils.checkpoint.checkpoint`.
-        sync_batchnorm: Whether batch norm uses the statistics of all processes during training. It works on GPUs only,
-            and has no effect with one process.
-        fast_dev_run: Tests a script: runs this many batches (True: 1) of each kind, with one evaluation at the end, and
-            writes nothing.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes during training. GPUs only.
+        fast_dev_run: Tests a script: runs this many batches (True: 1) of each kind, with one evaluation, and writes
+            nothing.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
-            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
-            the run folder.
+            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile`.
         min_length: Minimum length of training before it can end early: "2 epochs", "100 steps", or a list of both.
-        max_time: Maximum training time, after which training ends at the next optimizer step: "DD:HH:MM:SS" or "1h30m",
-            a timedelta, or a dict of its arguments. The time between interrupted runs does not count, and `min_length`
-            takes precedence.
+        max_time: Maximum training time over all starts, after which training ends at the next optimizer step:
+            "DD:HH:MM:SS" or "1h30m", a timedelta, or a dict of its arguments. `min_length` takes precedence.
         callbacks: A `Callback` or a list of them.
         verbose: False silences messages and progress bars.
-        enable_progress_bar: True shows a progress bar even if stderr is not a terminal; False never shows one. None
-            shows a bar in a terminal, and prints occasional log lines otherwise.
-        enable_model_summary: Whether to print a table of the model's modules at the start. A number sets the depth;
-            True means 1, and -1 shows all levels.
+        enable_progress_bar: True shows a progress bar even if stderr is not a terminal; False never. None shows a bar
+            in a terminal, and prints occasional lines otherwise.
+        enable_model_summary: Whether to print a table of the model's modules at the start. A number sets the depth; -1
+            shows all levels.
     """
 
     accelerator: Annotated[Any, require_accelerator, Off()] = None

@@ -140,20 +140,18 @@ class SavingSettings(Group):
     """Saving the model.
 
     Args:
-        model_path: Folder of the saved model. It is created on the first save. With a URL, such as
-            "s3://bucket/models/news", the folder is `out/news`, and saved models are also uploaded there.
+        model_path: Folder of the saved model, created on the first save. With a URL, such as "s3://bucket/models/news",
+            the folder is `out/news`, and saved models are also uploaded there.
         model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), "last" (the weights at the end, in `<model_path>/last`), None (no model is saved), or a list of
-            these. Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
-            "best_<metric>" uses the mean over the sets, and "best_<metric>@<set>" uses a single set.
-            "best_accuracy/f1" requires both metrics to improve.
+            evaluation), "last" (at the end, in `<model_path>/last`), None, or a list of these. Without validation data,
+            "best_valid_loss" means "best_train_loss". With several validation sets, "best_<metric>" uses the mean over
+            the sets, and "best_<metric>@<set>" one set. "best_accuracy/f1" requires both metrics to improve.
         model_saving_below: Save only if the monitored value is below this limit. A dict sets limits by name.
         model_saving_above: Save only if the monitored value is above this limit. A dict sets limits by name.
-        max_shard_size: Maximum size of a weight file: a number of bytes, or a string such as "5GB".
+        max_shard_size: Maximum size of a weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
         patience: Consecutive evaluations without improvement after which training ends, such as 3 or "3 evals". A dict,
-            such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`. `min_length`
-            takes precedence.
+            such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`.
     """
 
     model_path: Annotated[str | PathLike[str], _PATH, _require_model_path]
@@ -253,8 +251,7 @@ class CheckpointOptions(Options):
     Args:
         max_checkpoints: Number of checkpoints to keep. None keeps only the newest.
         keep_every: Interval at which a checkpoint is kept permanently, such as "1 epoch" or "5000 steps"; a file named
-            `PINNED` marks it. `accmt replay` starts from the newest checkpoint before a step. None keeps no additional
-            checkpoints.
+            `PINNED` marks it. None keeps no additional checkpoints.
         max_previous_runs: Number of earlier runs whose models and checkpoints are kept (`<folder>.previous`,
             `.previous-2` ...) when a new run starts in their folders; 0 overwrites them, None keeps all.
         async_checkpointing: Whether to write files while training continues.
@@ -279,20 +276,18 @@ class CheckpointSettings(Group):
 
     Args:
         checkpoint: Checkpoint folder. None means `checkpoint-<name of the model folder>`, next to the model folder.
-            With a URL, such as "s3://bucket/run", checkpoints are written to that default folder and uploaded from
-            there.
+            With a URL, such as "s3://bucket/run", checkpoints are uploaded from that default folder.
         resume: False starts from scratch, and moves the checkpoints of an earlier run to `<folder>.previous`; True
             resumes from the newest checkpoint; "auto" or None resumes if there is one; a path or URL resumes from that
-            checkpoint, or from the newest one in that folder.
-        checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
-            a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
-            minutes"; or "auto", which measures the cost of a checkpoint and of a failure, and chooses the interval with
-            the lowest total cost. With None, no checkpoints are written. A checkpoint is also written at the end of the
-            run.
-        checkpoint_options: How many checkpoints to keep, and how to write them:
-            `CheckpointOptions(max_checkpoints=3)`, or a dict of its arguments.
-        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of a
-            class from another package (an entry point in the group `accmt.checkpointers`).
+            checkpoint or the newest one in that folder.
+        checkpoint_every: How often to save: steps or an interval, such as "500 steps", "2 epochs" or "3 evals"; a time,
+            such as "10 minutes"; or "auto", which measures the cost of a checkpoint and of a failure, and chooses the
+            interval with the lowest total cost. With None, no checkpoints are written. A checkpoint is also written at
+            the end of the run.
+        checkpoint_options: How many checkpoints to keep, and how to write them: `CheckpointOptions(max_checkpoints=3)`,
+            or a dict.
+        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of
+            another package's class (entry-point group `accmt.checkpointers`).
         fork: The run folder and the step of another run, such as "logs/news/run-a@1200": this run continues from there
             with its own name, folders and settings. Started again, it resumes.
     """

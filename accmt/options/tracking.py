@@ -60,7 +60,8 @@ class Monitor(Options):
             `accmt goodput` and the report. `goodput`, `price_per_hour` and `checkpoint_every="auto"` record it too.
         price_per_hour: The price of one hour on all machines of the run, in any currency; `accmt goodput` and the
             report then show the cost of the run.
-        checkpoint: `checkpoint`, a row with the number of optimizer steps at each checkpoint.
+        checkpoint: Checkpoint folder. None means `checkpoint-<name of the model folder>`, next to the model folder.
+            With a URL, such as "s3://bucket/run", checkpoints are uploaded from that default folder.
         added: Measurements from other packages, by name: entry points in the group `accmt.monitored_values`. In a dict
             or list, use their names like those above.
 
@@ -176,10 +177,10 @@ class Ledger(Options):
     """The ledger of a run: what each optimizer step computed, in `ledger.jsonl` in the run folder.
 
     Args:
-        every: Optimizer steps between checksums of weights, gradients and optimizer state, such as "1000 steps"; None:
-            only at the first step of each start and at checkpoints.
-        on_difference: What to do if a resumed run repeats a step and gets a different result, although code, data,
-            settings and hardware have not changed: "stop" raises an error, "warn" continues.
+        every: Interval between checksums of weights, gradients and optimizer state; None: only at the first step of
+            each start and at checkpoints.
+        on_difference: What to do if a resumed run repeats a step with a different result, although code, data, settings
+            and hardware have not changed: "stop" raises an error, "warn" continues.
     """
 
     every: Annotated[int | str | None, _read_steps, Off()] = "1000 steps"
@@ -224,19 +225,18 @@ class TrackingSettings(Group):
         run_name: Name of this run; None generates one from the time and a few letters.
         logging_dir: Log folder, or the URL of the tracker's server.
         log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
-            `GeneralTracker`. `history.jsonl` is always written.
-        log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
-            "epoch" logs one row at the end of each epoch.
+            `GeneralTracker`.
+        log_every: Steps or interval between rows of training values, such as "10 steps"; -1 or "epoch" logs one row at
+            the end of each epoch.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
-        monitor: What to measure and log in addition to losses and metrics: a `Monitor`, a dict of its fields, a list of
-            fields to enable, or the path of a file with one of these.
-        tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
-            unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
-        ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`;
-            `Ledger(every="100 steps")`, or a dict of its arguments, sets the interval of checksums.
-        tracker_kwargs: Other keywords of the Trainer are passed to the trackers when they start. `mlflow={...}` passes
-            them to one tracker only.
+        monitor: What to log in addition to losses and metrics: a `Monitor`, a dict of its fields, a list of fields to
+            enable, or the path of a file with one of these.
+        tracker_options: Additional configuration, and what to do if a tracker's server is unreachable:
+            `TrackerOptions(offline=False)`, or a dict.
+        ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`; `Ledger(every="100
+            steps")`, or a dict, sets the interval of checksums.
+        tracker_kwargs: Other keywords are passed to the trackers when they start; `mlflow={...}` to one tracker only.
     """
 
     track_name: Annotated[str | None, require_text] = None

@@ -65,39 +65,35 @@ class Trainer(TrainerProperties):
 
     Args:
         hps_config: The hyper-parameters: a YAML or JSON file, a dict, or a `HyperParameters` object.
-        model_path: Folder of the saved model. It is created on the first save. With a URL, such as
-            "s3://bucket/models/news", the folder is `out/news`, and saved models are also uploaded there.
+        model_path: Folder of the saved model, created on the first save. With a URL, such as "s3://bucket/models/news",
+            the folder is `out/news`, and saved models are also uploaded there.
         track_name: Name of the project or experiment. None uses the base name of `model_path`.
         checkpoint: Checkpoint folder. None means `checkpoint-<name of the model folder>`, next to the model folder.
-            With a URL, such as "s3://bucket/run", checkpoints are written to that default folder and uploaded from
-            there.
+            With a URL, such as "s3://bucket/run", checkpoints are uploaded from that default folder.
         resume: False starts from scratch, and moves the checkpoints of an earlier run to `<folder>.previous`; True
             resumes from the newest checkpoint; "auto" or None resumes if there is one; a path or URL resumes from that
-            checkpoint, or from the newest one in that folder.
+            checkpoint or the newest one in that folder.
         model_saving: Which model to save: "best_valid_loss", "best_train_loss", "best_<metric>", "always" (at each
-            evaluation), "last" (the weights at the end, in `<model_path>/last`), None (no model is saved), or a list of
-            these. Without validation data, "best_valid_loss" means "best_train_loss". With several validation sets,
-            "best_<metric>" uses the mean over the sets, and "best_<metric>@<set>" uses a single set. "best_accuracy/f1"
-            requires both metrics to improve.
-        evaluate_every_n_steps: Optimizer steps between evaluations, counted across epochs; a float up to 1.0 is a
-            fraction of an epoch's steps; or a string such as "500 steps", "2 epochs", "0.25 epochs". None: at the end
-            of each epoch. "never": not at all, for example because `accmt evaluate` does it in another process.
-        checkpoint_every: How often to save: a number of optimizer steps; a float up to 1.0 for a fraction of an epoch;
-            a number and a unit, such as "500 steps", "2 epochs", "0.25 epochs" or "3 evals"; a time, such as "10
-            minutes"; or "auto", which measures the cost of a checkpoint and of a failure, and chooses the interval with
-            the lowest total cost. With None, no checkpoints are written. A checkpoint is also written at the end of the
-            run.
+            evaluation), "last" (at the end, in `<model_path>/last`), None, or a list of these. Without validation data,
+            "best_valid_loss" means "best_train_loss". With several validation sets, "best_<metric>" uses the mean over
+            the sets, and "best_<metric>@<set>" one set. "best_accuracy/f1" requires both metrics to improve.
+        evaluate_every_n_steps: Steps or interval between evaluations, such as "500 steps" or "0.25 epochs", counted
+            across epochs. None: at the end of each epoch. "never": not at all, for example because `accmt evaluate`
+            does it in another process.
+        checkpoint_every: How often to save: steps or an interval, such as "500 steps", "2 epochs" or "3 evals"; a time,
+            such as "10 minutes"; or "auto", which measures the cost of a checkpoint and of a failure, and chooses the
+            interval with the lowest total cost. With None, no checkpoints are written. A checkpoint is also written at
+            the end of the run.
         logging_dir: Log folder, or the URL of the tracker's server.
         log_with: A tracker or a list of trackers: `TensorBoard`, `MLFlow`, `WandB` ..., their names, or any Accelerate
-            `GeneralTracker`. `history.jsonl` is always written.
-        log_every: Optimizer steps between rows of training values: a number, or a string such as "10 steps"; -1 or
-            "epoch" logs one row at the end of each epoch.
+            `GeneralTracker`.
+        log_every: Steps or interval between rows of training values, such as "10 steps"; -1 or "epoch" logs one row at
+            the end of each epoch.
         grad_accumulation_steps: Batches per process and optimizer step: a number; `{epoch: number}` with the epoch
-            (from 0) at which each number starts to apply; or the name of a window maker from another package (entry-
-            point group `accmt.window_makers`), which decides after each batch whether the window is complete. None
-            means 1.
-        clip_grad: Maximum gradient norm of an optimizer step; the whole gradient is scaled. `Clipping(value=0.5)`
-            clamps each entry instead. None or 0 disables clipping. For sparse gradients, only the stored values count.
+            (from 0) at which each number starts to apply; or the name of another package's window maker (entry-point
+            group `accmt.window_makers`). None means 1.
+        clip_grad: Maximum gradient norm of an optimizer step. `Clipping(value=0.5)` clamps each entry instead. None or
+            0 disables clipping. For sparse gradients, only the stored values count.
         set_to_none: Whether to free gradients after a step instead of setting them to zero.
         shuffle_train: Whether to shuffle the training data every epoch, based on (seed, epoch). Ignored with a sampler.
         shuffle_validation: Whether to shuffle validation data. This does not affect results.
@@ -105,93 +101,81 @@ class Trainer(TrainerProperties):
             indices; `{"train": ..., "val": ...}` also sets the order of validation data.
         model_saving_below: Save only if the monitored value is below this limit. A dict sets limits by name.
         model_saving_above: Save only if the monitored value is above this limit. A dict sets limits by name.
-        collate_fn: Function that turns a list of samples into a batch. In a list of functions, each is applied to the
+        collate_fn: Function that turns a list of samples into a batch; in a list of functions, each is applied to the
             result of the previous one. `{"train": ..., "val": ...}` sets separate functions; "val" also applies to test
-            and prediction data. None uses torch's default. A `collate_fn` method of the module takes precedence.
-        max_shard_size: Maximum size of a weight file: a number of bytes, or a string such as "5GB".
+            and prediction data. A `collate_fn` method of the module takes precedence.
+        max_shard_size: Maximum size of a weight file: bytes, or a string such as "5GB".
         safe_serialization: True writes safetensors, including tied weights; False writes `pytorch_model*.bin`.
-        compile: Whether to compile the model with `torch.compile`. A dict sets its arguments. `{"buckets": 64}` pads
+        compile: Whether to compile the model with `torch.compile`; a dict sets its arguments. `{"buckets": 64}` pads
             batches to multiples of 64, which limits the number of graphs. `{"regional": True}` compiles only the
-            repeated layers, so that compilation takes a fraction of the time.
+            repeated layers, in a fraction of the time.
         train_loss_metric_name: Name of the training loss in the logs.
         val_loss_metric_name: Name of the validation loss in the logs.
-        dataloader_pin_memory: Whether to put batches into pinned memory. This has no effect without an accelerator
-            device.
-        dataloader_num_workers: Number of data-loading processes per training process. 0 loads data in the training
-            process.
-        report_loss_after_eval: True logs the mean validation loss once per evaluation. False logs the loss of every
+        dataloader_pin_memory: Whether to put batches into pinned memory, with an accelerator device.
+        dataloader_num_workers: Data-loading processes per training process. 0 loads data in the training process.
+        report_loss_after_eval: True logs the mean validation loss once per evaluation, False the loss of every
             `log_every`-th validation batch.
-        handlers: Errors after which accmt saves a checkpoint of the last optimizer step before it raises them: a
-            `Handler`, its name, or a list.
-        eval_when_finish: Whether to evaluate at the end of training if evaluations do not follow epochs and the last
-            step has not been evaluated yet.
+        handlers: Errors after which accmt saves a checkpoint of the last optimizer step: a `Handler`, its name, or a
+            list.
+        eval_when_finish: Whether to evaluate at the end of training if the last step has not been evaluated yet and
+            evaluations do not follow epochs.
         eval_when_start: Whether to evaluate before the first optimizer step, logged at step 0; saves no model.
         verbose: False silences messages and progress bars.
-        monitor: What to measure and log in addition to losses and metrics: a `Monitor`, a dict of its fields, a list of
-            fields to enable, or the path of a file with one of these.
-        data_options: How data are batched, loaded and sharded: `DataOptions(drop_last=True)`, or a dict of its
-            arguments.
-        reload_dataloaders_every_n_epochs: Rebuilds the loaders from the module (`get_train_dataloader`,
-            `get_validation_dataloader`) or the datamodule at the start of every n-th epoch: a number, or a string such
-            as "2 epochs"; 0 builds them once.
+        monitor: What to log in addition to losses and metrics: a `Monitor`, a dict of its fields, a list of fields to
+            enable, or the path of a file with one of these.
+        data_options: How data are batched, loaded and sharded: `DataOptions(drop_last=True)`, or a dict.
+        reload_dataloaders_every_n_epochs: Rebuilds the loaders of the module or the datamodule at the start of every
+            n-th epoch; 0 builds them once.
         limit_batches: Batches per training epoch, and per validation, test and prediction set: a number, or a fraction
             as a float (1.0 is all, 1 is one); `Limits(val=0.1)` limits only validation.
         overfit_batches: Trains and validates on this many training batches (or this fraction of them), unshuffled; 0 is
             off.
-        fast_dev_run: Tests a script: runs this many batches (True: 1) of each kind, with one evaluation at the end, and
-            writes nothing.
+        fast_dev_run: Tests a script: runs this many batches (True: 1) of each kind, with one evaluation, and writes
+            nothing.
         min_length: Minimum length of training before it can end early: "2 epochs", "100 steps", or a list of both.
-        max_time: Maximum training time, after which training ends at the next optimizer step: "DD:HH:MM:SS" or "1h30m",
-            a timedelta, or a dict of its arguments. The time between interrupted runs does not count, and `min_length`
-            takes precedence.
-        num_sanity_val_steps: Validation batches to run before training, so that errors show early; they have no other
-            effect. 0 is off, -1 runs all batches.
+        max_time: Maximum training time over all starts, after which training ends at the next optimizer step:
+            "DD:HH:MM:SS" or "1h30m", a timedelta, or a dict of its arguments. `min_length` takes precedence.
+        num_sanity_val_steps: Validation batches to run before training, so that errors show early. 0 is off, -1 runs
+            all batches.
         patience: Consecutive evaluations without improvement after which training ends, such as 3 or "3 evals". A dict,
-            such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`. `min_length`
-            takes precedence.
+            such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`.
         seed: Random seed for everything. None draws a random seed.
-        same_bits: Computes each batch in this many units, a power of two, so that weights, metrics and checkpoints have
-            the same bits on any number of processes that divides it. `batch_size` then counts the samples of all
-            processes together. None: the last bits depend on the number of processes.
-        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict of its arguments.
+        torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory. A dict sets
             arguments of `torch.utils.checkpoint.checkpoint`.
-        sync_batchnorm: Whether batch norm uses the statistics of all processes during training. It works on GPUs only,
-            and has no effect with one process.
+        sync_batchnorm: Whether batch norm uses the statistics of all processes during training. GPUs only.
         checkpoint_options: How many checkpoints to keep, and how to write them: `CheckpointOptions(max_checkpoints=3)`,
-            or a dict of its arguments.
-        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of a
-            class from another package (an entry point in the group `accmt.checkpointers`).
+            or a dict.
+        checkpointer: Custom checkpoint storage: an object with the methods of `accmt.Checkpointer`, or the name of
+            another package's class (entry-point group `accmt.checkpointers`).
         fork: The run folder and the step of another run, such as "logs/news/run-a@1200": this run continues from there
             with its own name, folders and settings. Started again, it resumes.
         metrics: Metrics over all samples of a validation set: names such as "f1", `Metric` or `torchmetrics` objects,
-            or metrics from `evaluate`; one of them, a list, a dict by name, or a dict of lists by validation set.
-            `{"perplexity": "min"}` declares that lower is better, for a value that a step or a hook reports.
+            or metrics from `evaluate`; one, a list, a dict by name, or a dict of lists by validation set.
+            `{"perplexity": "min"}` sets the direction of a value that a step or a hook reports.
         metric_options: Which results to average, and how to gather predictions: `MetricOptions(averages=...)`, or a
-            dict of its arguments.
+            dict.
         callbacks: A `Callback` or a list of them.
         run_name: Name of this run; None generates one from the time and a few letters.
-        tracker_options: Additional entries for the run's configuration, and what to do if a tracker's server is
-            unreachable: `TrackerOptions(offline=False)`, or a dict of its arguments.
+        tracker_options: Additional configuration, and what to do if a tracker's server is unreachable:
+            `TrackerOptions(offline=False)`, or a dict.
         ledger: Whether to record the result of each step, for `accmt replay` and `accmt diff`; `Ledger(every="100
-            steps")`, or a dict of its arguments, sets the interval of checksums.
+            steps")`, or a dict, sets the interval of checksums.
         profiler: Profiles `fit`: "simple" by phase, "advanced" by function, "pytorch" by operation for a few steps; or
-            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile` for custom settings. Results are saved in
-            the run folder.
-        enable_progress_bar: True shows a progress bar even if stderr is not a terminal; False never shows one. None
-            shows a bar in a terminal, and prints occasional log lines otherwise.
-        enable_model_summary: Whether to print a table of the model's modules at the start. A number sets the depth;
-            True means 1, and -1 shows all levels.
+            an `accelerate.utils.ProfileKwargs` or a `torch.profiler.profile`.
+        enable_progress_bar: True shows a progress bar even if stderr is not a terminal; False never. None shows a bar
+            in a terminal, and prints occasional lines otherwise.
+        enable_model_summary: Whether to print a table of the model's modules at the start. A number sets the depth; -1
+            shows all levels.
         accelerator: An `accelerate.Accelerator`, or a dict of its arguments; None builds one from the launch settings.
-        mixed_precision: "no", "fp16" or "bf16", or the name of a precision from another package (entry-point group
+        mixed_precision: "no", "fp16" or "bf16", or the name of another package's precision (entry-point group
             `accmt.precisions`); None uses the launch setting.
         parallelism: Shards the model over processes, or sets DDP's arguments: `ParallelismOptions(fsdp=True)`, or a
-            dict of its arguments.
+            dict.
         failures: How to react to a loss that is not finite, an unreadable sample, a hanging process and the like:
-            `Failures(on_nonfinite="skip")`, or a dict of its arguments.
-        **kwargs: Other keywords of the Trainer are passed to the trackers when they start. `mlflow={...}` passes them
-            to one tracker only.
+            `Failures(on_nonfinite="skip")`, or a dict.
+        **kwargs: Other keywords are passed to the trackers when they start; `mlflow={...}` to one tracker only.
 
     Raises:
         HyperParameterError: Invalid hyper-parameters; all errors are reported together.
