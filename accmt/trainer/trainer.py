@@ -140,6 +140,9 @@ class Trainer(TrainerProperties):
         patience: Consecutive evaluations without improvement after which training ends, such as 3 or "3 evals". A dict,
             such as `{"accuracy": 3}`, counts separately for each value, and can contain `PatienceOptions`.
         seed: Random seed for everything. None draws a random seed.
+        same_bits: Computes each batch in this many units, a power of two, so that weights, metrics and checkpoints have
+            the same bits on any number of processes that divides it. `batch_size` then counts the samples of all
+            processes together. None: the last bits depend on the number of processes.
         torch_flags: Torch settings during the run: `TorchFlags(deterministic=True)`, or a dict.
         inference_mode: Whether validation runs under `torch.inference_mode`; False: `torch.no_grad`.
         gradient_checkpointing: Whether a transformers model recomputes activations to save memory. A dict sets
