@@ -13,6 +13,7 @@ from functools import partial
 from itertools import chain, count, islice
 from typing import Any, NamedTuple
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accmt.data.base import (
@@ -34,8 +35,8 @@ from accmt.data.batches import MicroBatch, ReadBatch, read_when_needed
 from accmt.data.collate import Collate
 from accmt.data.fetching import Fetched, note_dead_worker, start_reading
 from accmt.data.fingerprints import Rows, rows_of_samples
-from accmt.data.samplers import Plan, Shard, UserRandomness
-from accmt.data.seeding import derive_seed, seed_generators
+from accmt.data.samplers import Part, Plan, UserRandomness
+from accmt.data.seeding import derive_seed, preserve_generators, seed_generators
 from accmt.errors import DataError, explain, fail
 from accmt.libraries.private_names import shut_down_workers, steps_of_stream
 from accmt.libraries.versions import why_states_are_inexact
@@ -84,7 +85,7 @@ class SequentialSource:
             require_not_empty(length, options, "a length of 0")
         elif isinstance(options.limit, int):
             most = max(options.limit, 1) * options.micro_batches_per_batch
-            self._length = most * options.batch_size * options.shard.count
+            self._length = most * _plan_part(0, options).global_batch_size
         elif options.limit < 1.0:  # a fraction of an unknown number
             got = f"a limit of {options.limit}, a fraction, for data without a length"
             do = "pass a number of batches such as 100, or define __len__ for the data"
@@ -125,18 +126,26 @@ class SequentialSource:
 
     def _ending_together(self, micro_batches: Iterator[ReadBatch], consumed: int) -> Iterator[ReadBatch]:
         """Yield micro-batches; at an incomplete one and at the end, all processes must have read equally much."""
-        full = self._options.batch_size * self._options.shard.count
+        full = _plan_part(0, self._options).samples_together
         for micro_batch, position in micro_batches:
-            before, consumed = consumed, position[self._unit]
-            if consumed - before < full:
-                require_same_end(self._options, f"{consumed} {self._unit}")
+            if micro_batch.ends_batch:
+                before, consumed = consumed, position[self._unit]
+                if consumed - before < full:
+                    require_same_end(self._options, f"{consumed} {self._unit}")
             yield micro_batch, position
         require_same_end(self._options, f"{consumed} {self._unit}")
 
     def _as_planned(self, micro_batches: Iterator[ReadBatch], num_micro_batches: int | None) -> Iterator[ReadBatch]:
         """Yield the planned number of micro-batches, and warn if the data's `__len__` is wrong."""
-        num_read = count()
-        return read_when_needed(lambda: self._read_next(micro_batches, next(num_read), num_micro_batches))
+        num_read = 0
+
+        def read_next() -> ReadBatch | None:
+            nonlocal num_read
+            read = self._read_next(micro_batches, num_read, num_micro_batches)
+            num_read += 0 if read is None else read[0].num_finished
+            return read
+
+        return read_when_needed(read_next)
 
     def _read_next(self, micro_batches: Iterator[ReadBatch], num_read: int, planned: int | None) -> ReadBatch | None:
         has_all, is_claim = num_read == planned, self._claimed_length is not None and planned is not None
@@ -390,7 +399,7 @@ class StreamSource(SequentialSource):
         if not isinstance(data, IterableDataset):  # a DataLoader would read any other class by index
             dataset = _RemainingSamples(data)
         self._readers = _count_readers(options.num_workers)
-        self._global_batch_size = options.batch_size * options.shard.count
+        self._global_batch_size = _plan_part(0, options).samples_together
         self._state = StreamState(data, source=source, num_workers=options.num_workers, also_read=options.also_read)
         self._rows: Rows = {}  # those at the beginning of the epoch
         # A stream may say on which settings the order of its samples depends; they are then known by their positions.
@@ -412,7 +421,7 @@ class StreamSource(SequentialSource):
     def _make_dataloader(self, data: IterableDataset[Any], options: SourceOptions) -> DataLoader[Any]:
         torch_options = options.torch_options()
         torch_options["persistent_workers"] = False  # each epoch's workers start with the epoch's seed
-        torch_options["collate_fn"] = _CollateShard(options.batch_size, options.shard, torch_options["collate_fn"])
+        torch_options["collate_fn"] = _CollateParts(options, torch_options["collate_fn"])
         return DataLoader(data, batch_size=self._global_batch_size, drop_last=options.drop_last, **torch_options)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
@@ -442,7 +451,6 @@ class StreamSource(SequentialSource):
         return start
 
     def _read_micro_batches(self, epoch: int, start: EpochStart, plan: Plan | None) -> Iterator[ReadBatch]:
-        batch_size, shard = self._options.batch_size, self._options.shard
         # [first sample, samples per read] of each launch that has read a part of the epoch. A launch whose reads
         # continue those of the last one needs no entry: reading again can then use the same seeds.
         reads, size = list(start.position.get("reads", ())), self._global_batch_size
@@ -460,19 +468,26 @@ class StreamSource(SequentialSource):
             batches = self._compare_first(self._read(epoch, dataloader, start.consumed), start)
             constant |= {"rows": self._rows, "in_worker": self.dataloader.num_workers > 0}
             workers = _Workers(self._options, self._readers)
-            for index, ((batch, size, rows), consumed) in enumerate(batches, start.micro_batch):
+            index = start.micro_batch
+            for (parts, size, rows), consumed in batches:
                 workers.compare(rows)
-                positions = Plan(size, batch_size, shard).local_indices(0)
-                own_samples, begin, indices = len(positions), consumed - size, None
-                if self._order is not None:
-                    indices = range(begin + positions.start, begin + positions.stop)
-                    self._sample_positions.append((index, indices))
-                if own_samples:
-                    require_batch(batch, self._options)
                 # Taken before the next read, because the state of a stream is that after its last sample read.
                 position = {**constant, "samples": consumed, **self._state.take()}
-                is_partial = size < shard.count
-                yield MicroBatch(index, batch, size, own_samples, is_partial=is_partial, indices=indices), position
+                for part, batch in zip(_plan_part(size, self._options).cut(0), parts, strict=True):
+                    yield self._make_micro_batch(index, part, batch, consumed - size), position
+                    index += part.num_finished
+
+    def _make_micro_batch(self, index: int, part: Part, batch: Any, begin: int) -> MicroBatch:
+        """Return a part of a global batch, of which the first sample is number `begin` of the epoch."""
+        if part.own:
+            require_batch(batch, self._options)
+        micro_batch = MicroBatch(index, batch, len(part.positions), len(part.own), is_partial=part.is_partial)
+        if self._order is not None:
+            micro_batch.indices = range(begin + part.own.start, begin + part.own.stop)
+            self._sample_positions.append((index, micro_batch.indices))
+        micro_batch.num_finished, micro_batch.ends_batch = part.num_finished, part.ends_batch
+        micro_batch.unit = None if part.unit is None else begin + part.unit
+        return micro_batch
 
     def _compare_first(
         self, read: Iterator[tuple[_GlobalBatch, int]], start: EpochStart
@@ -565,22 +580,26 @@ class _GlobalBatch(NamedTuple):
     """The result of collating a global batch; a tuple, so that workers can send it.
 
     Attributes:
-        batch: This process's part; None if it has none.
+        parts: This process's parts; None for one without samples.
         size: Samples in the global batch.
         rows: In the first batch of each reader, the fingerprints of some of them.
     """
 
-    batch: Any
+    parts: list[Any]
     size: int
     rows: Rows
 
 
-@dataclass
-class _CollateShard:
-    """Collates this process's part of a global batch."""
+def _plan_part(num_samples: int, options: SourceOptions) -> Plan:
+    """Plan a part of a stream."""
+    return options.plan(num_samples, options.batch_size, options.shard)
 
-    batch_size: int
-    shard: Shard
+
+@dataclass
+class _CollateParts:
+    """Collates this process's parts of a global batch."""
+
+    options: SourceOptions
     collate: Callable[[Any], Any]
     is_first: bool = True
 
@@ -589,11 +608,19 @@ class _CollateShard:
         if self.is_first:
             rows = rows_of_samples(samples)
         self.is_first = False
-        positions = Plan(len(samples), self.batch_size, self.shard).local_indices(0)
-        batch = None
-        if positions:  # a short last batch may have no sample for this process
-            batch = self.collate(samples[positions.start : positions.stop])
-        return _GlobalBatch(batch, len(samples), rows)
+        parts = [self._collate_part(samples, part) for part in _plan_part(len(samples), self.options).cut(0)]
+        return _GlobalBatch(parts, len(samples), rows)
+
+    def _collate_part(self, samples: list[Any], part: Part) -> Any:
+        own = samples[part.own.start : part.own.stop]
+        if not own:  # a short last batch may have no sample for this process
+            return None
+        if part.unit is None:
+            return self.collate(own)
+        # Every process has read all samples, and has the same generators now, but collates others.
+        with preserve_generators():
+            seed_generators(derive_seed(int(torch.randint(2**62, ())), "collate", part.unit))
+            return self.collate(own)
 
 
 class _Workers:
@@ -670,7 +697,8 @@ class UserLoaderSource(SequentialSource):
             length = length_of(user_loader)
         randomness = UserRandomness(user_loader, user_loader.dataset, user_loader.batch_sampler)
         # The user's batches are counted: one for each process in a micro-batch.
-        options = replace(options, batch_size=1, micro_batches_per_batch=1)
+        self._has_units = options.plan is not Plan
+        options = replace(options, batch_size=1, micro_batches_per_batch=1, plan=Plan)
         super().__init__(user_loader, options, randomness, length)
 
     def _choose_start(self, start: EpochStart) -> EpochStart:
@@ -706,6 +734,9 @@ class UserLoaderSource(SequentialSource):
                         batch, micro_batch.own_samples = batch.batch, batch.samples
                     micro_batch.batch = batch
                     require_batch(micro_batch.batch, self._options)
+                if self._has_units:
+                    micro_batch.num_finished = len(global_batch)
+                    micro_batch.unit = index * shard.count + shard.index
                 position = {"kind": self._kind, **self._cut, "rows": self._rows, "num_workers": num_workers}
                 position |= {"batches": global_batch[-1][1], **self._state.take()}
                 yield micro_batch, position

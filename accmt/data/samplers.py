@@ -94,6 +94,11 @@ class Plan:
         return self.batch_size * self.shard.count
 
     @property
+    def samples_together(self) -> int:
+        """Samples that are divided among the processes together."""
+        return self.global_batch_size
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of the epoch, including those before the plan; the last may be short."""
         return self.first_micro_batch - (self.first_sample - self.num_samples) // self.global_batch_size

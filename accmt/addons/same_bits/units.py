@@ -50,6 +50,10 @@ class UnitPlan(Plan):
     def global_batch_size(self) -> int:
         return self.batch_size
 
+    @property
+    def samples_together(self) -> int:
+        return self.batch_size * self.layout.num_units
+
     def local_indices(self, index: int) -> range:
         for part in self.cut(index - (index - self.first_micro_batch) % self.layout.num_units):
             if part.number == index:
