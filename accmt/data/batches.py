@@ -106,8 +106,8 @@ class MicroBatch:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
         # With the number, because micro-batches of one index would draw the same dropout.
         number = () if self.cut is None else (self.cut.number,)
-        place = (self.index, data_index) if self.unit is None else (self.unit,)
-        return derive_seed(seed, purpose, *epoch, *place, *number)
+        place = (self.index, data_index, *number) if self.unit is None else (self.unit,)
+        return derive_seed(seed, purpose, *epoch, *place)
 
     @property
     def is_unread(self) -> bool:

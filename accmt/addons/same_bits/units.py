@@ -107,7 +107,13 @@ class ByUnits:
     def __init__(self, layout: Layout, num_processes: int, batches_per_step: Callable[[int], int | None]) -> None:
         self._layout = layout
         self._rounds = layout.rounds(num_processes)
+        self._num_processes = num_processes
         self._batches_per_step = batches_per_step
+
+    def units_of_rounds(self) -> list[list[int]]:
+        """Return, for each round of a batch, the unit that each process computes."""
+        ranks = range(self._num_processes)
+        return [[self._layout.unit(rank, number, len(ranks)) for rank in ranks] for number in range(self._rounds)]
 
     def windows(self, source: Source, epoch: int, first: int) -> Iterator[Window]:
         """Yield the windows of an epoch, starting with that of micro-batch `first`."""

@@ -14,12 +14,13 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
+from itertools import accumulate, chain, pairwise, product
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, get_worker_info
 
+from accmt.addons.same_bits.units import ByUnits
 from accmt.addons.token_batches.budget import Groups, TokenBudget, cut_by_tokens, padded_tokens
 from accmt.addons.token_batches.lengths import find_length
 from accmt.addons.token_batches.packing import count_targets, pack_by_tokens, packed_tokens
@@ -29,7 +30,7 @@ from accmt.data.collate import Collate
 from accmt.errors import DataError, fail
 from accmt.libraries.private_names import pin_memory
 from accmt.messages import warn_once
-from accmt.processes import data_index, gather_from_data
+from accmt.processes import data_index, gather_from_data, num_data_processes
 
 _FIRST_WINDOW = 2
 _SAMPLES_OF_WINDOW = 1024
@@ -51,6 +52,7 @@ class _TokenCut:
     """
 
     keeps_batches = False
+    _has_units = False  # which are the same on any number of processes
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class _TokenCut:
         """Set a micro-batch's batch, collated under its own seed."""
         if not samples:
             return micro_batch
-        seed_generators(derive_seed(self._seed, self._purpose, epoch, *micro_batch.place, data_index()))
+        seed_generators(micro_batch.seed_of_step(self._seed, self._purpose, epoch, data_index=data_index()))
         longest = max(lengths)
         try:
             batch = self.collate(samples)
@@ -130,6 +132,11 @@ class ByTokens(_TokenCut):
         super().__init__(budget, collate=collate, purpose="train", **others)
         self.real_tokens = self.padded_tokens = 0
         self._grouping = grouping
+        # For each round, the part of the samples that each process trains on.
+        self._rounds = [list(range(num_data_processes()))]
+        self._has_units = isinstance(grouping, ByUnits)
+        if isinstance(grouping, ByUnits):
+            self._rounds = grouping.units_of_rounds()
 
     cut = staticmethod(cut_by_tokens)
     tokens_of = staticmethod(padded_tokens)
@@ -139,29 +146,37 @@ class ByTokens(_TokenCut):
             yield self._make_window(source, epoch, batches)
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples, own_indices = _read_window(batches)
+        samples, own_indices, own_places = _read_window(batches)
         own_lengths = [find_length(sample, self._length_of) for sample in samples]
-        gathered = gather_from_data((own_lengths, own_indices))
-        every = [of_one for of_one, _ in gathered]
-        lengths, indices = list(chain(*every)), list(chain(*(of_one for _, of_one in gathered)))
+        gathered = gather_from_data((own_lengths, own_indices, own_places))
+        lengths, indices, places = (list(chain(*column)) for column in zip(*gathered, strict=True))
+        if self._has_units:  # in the order of the data, whoever has read what
+            order = sorted(range(len(places)), key=places.__getitem__)
+            lengths, indices, places = ([column[at] for at in order] for column in (lengths, indices, places))
         self._check_longest(lengths)
-        widths = self._budget.widths(lengths)
-        cut = self.cut(widths, self._budget, len(every))
+        widths, rank = self._budget.widths(lengths), data_index()
+        cut = self.cut(widths, self._budget, sum(map(len, self._rounds)))
         self.real_tokens += sum(lengths)
         self.padded_tokens += sum(self.tokens_of(group, widths) for own in cut for group in own)
-        groups = _exchange(samples, sum(map(len, every[: data_index()])), cut)
-        num_parts = max(1, *map(len, cut))
+        position_of = {place: position for position, place in enumerate(places)}
+        held = {position_of[place]: sample for place, sample in zip(own_places, samples, strict=True)}
+        held = _exchange(held, chain(*chain(*(cut[parts[rank]] for parts in self._rounds))))
+        num_layers = max(1, *map(len, cut))
+        num_parts = num_layers * len(self._rounds)
 
         def make_micro_batches() -> Iterator[MicroBatch]:
-            for number in range(num_parts):
-                sizes = [len(own[number]) if number < len(own) else 0 for own in cut]
-                positions = cut[data_index()][number] if sizes[data_index()] else []
+            for number, (layer, parts) in enumerate(product(range(num_layers), self._rounds)):
+                groups = [cut[part][layer] if layer < len(cut[part]) else [] for part in parts]
+                positions = groups[rank]
                 known = [index for position in positions if (index := indices[position]) is not None]
                 micro_batch = _make_micro_batch(batches, number, num_parts, samples=known or None)
-                micro_batch.num_samples = sum(sizes)
+                micro_batch.num_samples = sum(map(len, groups))
                 micro_batch.own_samples = len(positions)
-                micro_batch.is_partial = 0 in sizes
-                own_samples = groups[number] if positions else []
+                micro_batch.is_partial = [] in groups
+                if self._has_units:
+                    micro_batch.unit = derive_seed(batches[0].index, "unit", layer, parts[rank])
+                    micro_batch.ends_batch = parts is self._rounds[-1]
+                own_samples = [held[position] for position in positions]
                 yield self._fill(micro_batch, epoch, own_samples, [lengths[position] for position in positions])
 
         return Window(make_micro_batches(), num_parts, len(lengths))
@@ -206,11 +221,11 @@ class ByTokensInEvaluation(_TokenCut):
                 batches, num_batches = [], min(2 * num_batches, self._largest_window)
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
-        samples, indices = _read_window(batches)
+        samples, indices, _ = _read_window(batches)
         places = [(batch.index, place) for batch in batches for place in range(len(batch.batch))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
-        [groups] = cut_by_tokens(self._budget.widths(lengths), self._budget)
+        groups = self._cut(batches, self._budget.widths(lengths))
         every = gather_from_data(len(groups))
         num_parts = max(1, *every)
 
@@ -222,22 +237,45 @@ class ByTokensInEvaluation(_TokenCut):
                 micro_batch = _make_micro_batch(batches, number, num_parts, own_places, own_indices or None)
                 micro_batch.own_samples = len(positions)
                 micro_batch.is_partial = number >= min(every)
+                if self._has_units and positions:
+                    micro_batch.unit = derive_seed(batches[0].index, "unit", *own_places[0])
                 chosen = [samples[position] for position in positions]
                 yield self._fill(micro_batch, epoch, chosen, [lengths[position] for position in positions])
 
         return Window(make_micro_batches(), num_parts)
 
+    def _cut(self, batches: list[MicroBatch], widths: list[int]) -> Groups:
+        """Return the positions of the samples of each micro-batch.
 
-def _read_window(batches: list[MicroBatch]) -> tuple[list[Any], list[int | None]]:
-    """Return this process's samples in some uncollated batches, and the position of each in the data, or None."""
+        Units are split one by one: which of them a process reads together depends on the number of processes.
+        """
+        self._has_units = batches[0].unit is not None
+        ends = [len(widths)]
+        if self._has_units:
+            ends = list(accumulate(len(batch.batch) for batch in batches))
+        groups: Groups = []
+        for begin, end in pairwise([0, *ends]):
+            [of_part] = cut_by_tokens(widths[begin:end], self._budget)
+            groups += [[begin + position for position in group] for group in of_part]
+        return groups
+
+
+def _read_window(batches: list[MicroBatch]) -> tuple[list[Any], list[int | None], list[tuple[int, int]]]:
+    """Return this process's samples in some uncollated batches, their indices in the data, or None, and their places.
+
+    The places of all samples of all processes differ; those of units are in the order of the data.
+    """
     samples: list[Any] = []
     indices: list[int | None] = []
+    places: list[tuple[int, int]] = []
     for batch in batches:
         read = batch.batch
+        begin, process = (len(samples), data_index()) if batch.unit is None else (batch.unit, 0)
+        places += [(process, begin + number) for number in range(len(read))]
         samples += read
         found = batch.samples
         indices += [None] * len(read) if found is None or len(found) != len(read) else map(int, found)
-    return samples, indices
+    return samples, indices, places
 
 
 def _make_micro_batch(
@@ -291,18 +329,17 @@ def unpack(batch: Any) -> list[Any]:
     return samples
 
 
-def _exchange(samples: list[Any], first: int, cut: list[Groups]) -> list[list[Any]]:
+def _exchange(held: dict[int, Any], wanted: Iterable[int]) -> dict[int, Any]:
     """Return the samples of this process's micro-batches; those read by another process are sent, once.
 
+    Processes: collective.
+
     Args:
-        samples: The samples read by this process.
-        first: The position of the first of them.
-        cut: The result of `cut_by_tokens`, the same on all processes.
+        held: The samples read by this process, by their position in the window.
+        wanted: The positions of those that it trains on.
     """
-    wanted = cut[data_index()]
-    held = dict(enumerate(samples, first))
-    if len(cut) > 1:
-        leaving = {p: held[p] for p in held.keys() - set(chain(*wanted))}
+    if num_data_processes() > 1:
+        leaving = {position: held[position] for position in held.keys() - set(wanted)}
         for received in gather_from_data(leaving):
             held |= received
-    return [[held[position] for position in group] for group in wanted]
+    return held
