@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from accmt.addons.same_bits.sums import Gradients, TreeReduceScatter, UnitSum, add_up, all_reduce, total_norm
 from accmt.addons.same_bits.units import ByUnits, Layout, unit_plan
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt import AcceleratorModule
+
+
+_CASTING = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+"""The policy of a run in bf16, unless the user has chosen another one."""
 
 
 def in_units(kind: type[Engine]) -> type[Engine]:
@@ -75,11 +79,15 @@ class _InUnits(Engine):
         if not is_asked_for:
             for member in members_of(optimizer):
                 for group in member.param_groups:
-                    if group.get("fused"):
+                    if "fused" in group:  # also None, which torch, or a checkpoint of it, may take otherwise
                         group["fused"] = False
                 vars(member).pop("_step_supports_amp_scaling", None)
 
     def wrap(self, optimizer: Any, *, set_to_none: bool, may_fail: bool = False) -> None:
+        plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
+        if self._is_sharded and plugin is not None and plugin.mixed_precision_policy == _CASTING:
+            # FSDP2 would compute in bf16 what autocast leaves in float32, such as norms, and unsharded it does not.
+            plugin.mixed_precision_policy = None
         # `may_fail`: the wrapper of torch would add up gradients in an order of its own.
         super().wrap(optimizer, set_to_none=set_to_none, may_fail=True)
         reduce_scatter: Any = TreeReduceScatter()  # torch's protocol is private

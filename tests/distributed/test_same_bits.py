@@ -1,0 +1,71 @@
+"""With `same_bits`, a run has the same bits on 1, 2 and 4 processes, under DDP and FSDP2, also if it is resumed on others.
+
+The quick tests have each engine and each number of processes once; the slow ones have the rest. A new kind of run is a
+row of `CELLS` in `scripts/same_bits.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.scripts.same_bits import CELLS, cells_of
+from tests.launching import SCRIPTS, launch
+
+pytestmark = pytest.mark.timeout(300)
+STOPS = {4: 2, 2: 5, 1: 7}
+"""By processes, in this order: after which step the run is interrupted; all are within an epoch."""
+
+Digests = dict[str, dict[str, dict[str, str]]]
+
+
+def launch_cells(folder: Path, processes: int, plan: dict[str, Any]) -> Digests:
+    """Run cells, and interrupted runs, in one launch; return their digests."""
+    path = folder / f"{processes}.json"
+    path.unlink(missing_ok=True)
+    arguments = str(path), str(folder), json.dumps(plan)
+    launch(SCRIPTS / "same_bits.py", *arguments, processes=processes, result=path, timeout_s=250)
+    digests: Digests = json.loads(path.read_text())
+    return digests
+
+
+@pytest.fixture(scope="module")
+def digests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, str]]]:
+    """Return digests by launch and cell; the interrupted runs go through all launches."""
+    folder = tmp_path_factory.mktemp("same-bits")
+    stops = {number: {"resumed": stop} for number, stop in STOPS.items()}
+    on_4 = launch_cells(folder, 4, {"ddp": (cells_of("ddp"), stops[4]), "fsdp": ([], stops[4])})
+    on_2 = launch_cells(folder, 2, {"ddp": ([], stops[2]), "fsdp": (cells_of("fsdp"), stops[2])})
+    on_1 = launch_cells(folder, 1, {"ddp": (list(CELLS), stops[1] | {"unbroken": None}), "fsdp": ([], stops[1])})
+    ends = launch_cells(folder, 4, {engine: ([], {"resumed": None}) for engine in ("ddp", "fsdp")})
+    return {"1": on_1["ddp"], "ddp-4": on_4["ddp"], "fsdp-2": on_2["fsdp"]} | {
+        f"resumed {engine}": of_engine for engine, of_engine in ends.items()
+    }
+
+
+QUICK = [(engine, name) for engine in ("ddp-4", "fsdp-2") for name in cells_of(engine.split("-")[0])]
+
+
+@pytest.mark.parametrize(("way", "name"), QUICK)
+def test_a_run_has_the_bits_of_one_process(digests: Any, way: str, name: str) -> None:
+    assert digests[way][name] == digests["1"][name]
+
+
+def test_no_two_kinds_of_runs_are_the_same(digests: Any) -> None:
+    ends = {(of_cell["weights"], of_cell["best model"]) for of_cell in digests["1"].values() if of_cell}
+    assert len(ends) == len(CELLS) + 1  # and the unbroken run of those that are resumed
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_a_run_resumed_on_4_2_1_and_4_processes_has_the_bits_of_an_uninterrupted_one(digests: Any, engine: str) -> None:
+    assert digests[f"resumed {engine}"]["resumed"] == digests["1"]["unbroken"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "engine"), [(2, "ddp"), (4, "fsdp")])
+def test_other_launches_have_the_bits_of_one_process(digests: Any, tmp_path: Path, processes: int, engine: str) -> None:
+    others = launch_cells(tmp_path, processes, {engine: (cells_of(engine), {})})[engine]
+    assert others == {name: digests["1"][name] for name in cells_of(engine)}
