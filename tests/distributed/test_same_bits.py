@@ -1,4 +1,4 @@
-"""With `same_bits`, a run has the same bits on 1, 2 and 4 processes, under DDP and FSDP2, also if it is resumed on others.
+"""With `same_bits`, a run has the same bits on 1, 2 and 4 processes, under DDP and FSDP2, also if resumed on others.
 
 The quick tests have each engine and each number of processes once; the slow ones have the rest. A new kind of run is a
 row of `CELLS` in `scripts/same_bits.py`.

@@ -1,7 +1,7 @@
 """Runs with `same_bits` of every kind; writes digests of what is left of each, as {engine: {cell: {part: digest}}}.
 
-torchrun --nproc-per-node 2 same_bits.py RESULT.json FOLDER PLAN, with PLAN a JSON of {engine: [cells, stops]}, an engine
-"ddp" or "fsdp", and stops {name: step or null}: runs to resume, and to interrupt after a step.
+torchrun --nproc-per-node 2 same_bits.py RESULT.json FOLDER PLAN, with PLAN a JSON of {engine: [cells, stops]}: "ddp" or
+"fsdp", names of `CELLS`, and {name: step or null} of runs to resume, and to interrupt after a step.
 """
 
 from __future__ import annotations
