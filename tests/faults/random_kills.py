@@ -12,6 +12,7 @@ which any number are wiped.
 `--trainer mixed` trains on three sources, whose weights change at a step. `--trainer prefer` tunes a model on
 preferences, after computing the reference; with ACCMT_TEST_LOSS=kto, on single answers; with ACCMT_TEST_QUANTIZED=1, an
 adapter on a model in 4 bits (bitsandbytes, which `make quantized` installs).
+`--trainer same_bits --launch 1,2,4` starts each run on other processes than before, and compares it with that of one.
 `--max-tokens 12` cuts the samples of each step by a token budget; `--trainer packed` packs documents into rows.
 """
 
@@ -41,6 +42,7 @@ SCRIPT_OF = {
     "packed": SCRIPTS / "killed_packed_run.py",
     "mixed": SCRIPTS / "killed_mixed_run.py",
     "prefer": SCRIPTS / "killed_prefer_run.py",
+    "same_bits": SCRIPTS / "killed_same_bits_run.py",
 }
 KILLS = 3
 TIMEOUT_S = 300
@@ -54,7 +56,8 @@ class Variant(NamedTuple):
         trainer: The script, by its name in `SCRIPT_OF`.
         workers: Loader workers.
         is_async: "1" where checkpoints are written while training goes on.
-        launch: How many processes, and with which engine, as `tests.launching.launch` takes it.
+        launch: How many processes, and with which engine, as `tests.launching.launch` takes it; several with commas
+            take turns from start to start.
         max_tokens: The token budget; "" is none.
     """
 
@@ -83,15 +86,17 @@ class Outcome:
 class Running:
     """The processes of a run; each has a process group of its own, so that its workers can be killed with it."""
 
-    def __init__(self, folder: Path, variant: Variant) -> None:
+    def __init__(self, folder: Path, variant: Variant, turn: int = 0) -> None:
         (folder / "started").unlink(missing_ok=True)
         command = [SCRIPT_OF[variant.trainer], "run", variant.workers, variant.is_async]
         command += [variant.max_tokens] if variant.max_tokens else []
+        launches = variant.launch.split(",")
+        name = launches[turn % len(launches)]
         with (folder / "log").open("ab") as log:
-            if variant.launch == "1":
+            if name == "1":
                 self.forks, self.store = [Fork(*command, files=[log, log], folder=folder)], None
             else:
-                launch = int(variant.launch) if variant.launch.isdigit() else variant.launch
+                launch = int(name) if name.isdigit() else name
                 self.forks, self.store = start_together(*command, processes=launch, output=log, folder=folder)
 
     def poll(self, timeout_s: float = 0.0) -> int | None:
@@ -109,14 +114,9 @@ class Running:
             fork.kill()
 
 
-def start(folder: Path, variant: Variant) -> Running:
-    """Start the run."""
-    return Running(folder, variant)
-
-
-def finish(folder: Path, variant: Variant) -> tuple[str, float]:
+def finish(folder: Path, variant: Variant, turn: int = 0) -> tuple[str, float]:
     """Let the run come to its end; return the digest of it ("" if it failed), and the seconds that it trained."""
-    process = start(folder, variant)
+    process = Running(folder, variant, turn)
     began = wait_until_training(process, folder)
     code = process.poll(TIMEOUT_S)
     seconds = time.monotonic() - began
@@ -154,8 +154,12 @@ def kill(process: Running, folder: Path, after_s: float, rng: random.Random) -> 
 def try_run(variant: Variant, expected: str, seconds: float, rng: random.Random) -> Outcome:
     """Kill one run at random moments, and compare its end."""
     folder = Path(tempfile.mkdtemp(prefix="accmt-kills-"))
-    hits = [kill(start(folder, variant), folder, rng.uniform(0, 0.6 * seconds), rng) for _ in range(KILLS)]
-    result, _ = finish(folder, variant)
+    turn = rng.randrange(variant.launch.count(",") + 1)
+    hits = [
+        kill(Running(folder, variant, turn + number), folder, rng.uniform(0, 0.6 * seconds), rng)
+        for number in range(KILLS)
+    ]
+    result, _ = finish(folder, variant, turn + KILLS)
     if result == expected:
         shutil.rmtree(folder)
     else:
@@ -225,7 +229,7 @@ if __name__ == "__main__":
     parser.add_argument("--runs", type=int, default=30)
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--trainer", choices=SCRIPT_OF, default="accmt")
-    parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4, tp-2, tpfsdp-4")
+    parser.add_argument("--launch", default="1", metavar="1, 2, fsdp-2, hsdp-4, tp-2, tpfsdp-4; 1,2,4")
     parser.add_argument("--max-tokens", default="")
     parser.add_argument("--store", choices=["s3"], default="")
     parser.add_argument("--disks", action="store_true")

@@ -108,3 +108,8 @@ def test_a_run_killed_at_random_moments_ends_with_the_same_bits(capsys, monkeypa
     with monkeypatch.context() as patch:
         patch.setenv("ACCMT_TEST_WIDTH", "1280")  # saves of 20 MB
         assert kill_runs(runs=1, seed=2026), capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_run_killed_and_started_on_other_processes_ends_with_the_same_bits(capsys):
+    assert kill_runs(runs=2, seed=2026, trainer="same_bits", launch="1,2,4"), capsys.readouterr().out

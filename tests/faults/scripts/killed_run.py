@@ -88,7 +88,9 @@ def main(folder: str, workers: str, is_async: str, max_tokens: str | None = None
     train(Wide(), Noisy(), HPS | {"max_tokens": max_tokens}, folder, workers, is_async)
 
 
-def train(module: AcceleratorModule, data: Any, hps: dict[str, Any], folder: str, workers: str, is_async: str) -> None:
+def train(
+    module: AcceleratorModule, data: Any, hps: dict[str, Any], folder: str, workers: str, is_async: str, **settings: Any
+) -> None:
     store = os.environ.get("ACCMT_TEST_STORE")
     url, model_path = f"{store}/{Path.cwd().name}", f"{folder}/model"
     if "ACCMT_TEST_DISKS" in os.environ:  # each process is on a machine of its own
@@ -113,6 +115,7 @@ def train(module: AcceleratorModule, data: Any, hps: dict[str, Any], folder: str
         enable_progress_bar=False,
         logging_dir=f"{folder}/logs",
         callbacks=Announce(),
+        **settings,
     )
     trainer.fit(module, data)
     digest = xxhash.xxh3_64()
