@@ -287,7 +287,7 @@ class AutomaticSteps:
         seed = micro_batch.seed_of_step(run.seed, "step", run.state.epoch, data_index=self._data_index)
         seed_generators(seed, run.device)
         outputs = self._run_in_context(run.place(micro_batch.borrowed.batch), self._engine.running(micro_batch))
-        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
+        run.module.logs.of_training.drop_batch()  # hooks of the step may log
         is_left_out = outputs is None and self._may_leave_out
         self._finish_without_weight(None if is_left_out else read_training_output(outputs).loss)
 
@@ -297,7 +297,7 @@ class AutomaticSteps:
         self._finish_without_weight(None)
         window.own_samples += run.count_samples(micro_batch, batch, has_weight=True)
         window.skipped_batches += 1
-        run.module.logs.of_training.begin_batch()  # drops the values logged by the step
+        run.module.logs.of_training.drop_batch()  # hooks of the step may log
         say_once("training_step returned None: such batches are skipped, and counted in skipped_batches")
         for hook in run.hooks.on_after_training_step:
             hook(batch=batch, outputs=None)

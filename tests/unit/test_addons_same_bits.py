@@ -216,6 +216,7 @@ class Counting(Linear):
         (ByHand, {}, ArgumentError),
         (Normalized, {}, ArgumentError),
         (Linear, {"compile": True}, ArgumentError),
+        (Linear, {"failures": {"spike_guard": 3.0}}, ArgumentError),
         (Linear, {"data_options": {"shard": False}}, ArgumentError),
         (Counting, {}, ModuleContractError),
     ],

@@ -76,6 +76,10 @@ class _InUnits(Engine):
             got = "fused: true, and sharded weights: how a fused kernel rounds depends on where a shard ends"
             expected, do = "a kernel that rounds each entry alike", "write `fused: false` in `optim`, or leave it out"
             raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
+        if self._is_sharded and any(type(member).__name__ == "Muon" for member in members_of(optimizer)):
+            got = "Muon, and sharded weights: the sums of its matrix products are divided among the processes"
+            expected, do = "an optimizer that computes each entry alone", "take another one, or DDP"
+            raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
         if not is_asked_for:
             for member in members_of(optimizer):
                 for group in member.param_groups:

@@ -154,6 +154,8 @@ def _obstacles(settings: Settings, module: AcceleratorModule, train_data: Any) -
         yield "sync_batchnorm: statistics of all processes", "use GroupNorm or LayerNorm"
     if settings.running.compiles:
         yield "compile: a compiled kernel may depend on the shapes that its process has seen", "leave it out"
+    if settings.failures.spike_guard is not None:
+        yield "spike_guard: it compares losses with the last ones of each process", "leave it out"
     if not settings.evaluation.report_loss_after_eval:
         yield "report_loss_after_eval=False: rows of the batches of each process", "leave it out"
     if num_data_processes() != num_processes():

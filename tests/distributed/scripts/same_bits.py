@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -100,6 +101,13 @@ class Words(AcceleratorModule):
         return {"loss": loss, "weight": (targets != IGNORED).sum(), "largest": logits.detach().max()}
 
 
+class Logging(Words):
+    """Logs in a hook, also on a process that has no part of the last batch."""
+
+    def on_after_optimizer_step(self, **_: Any) -> None:
+        self.log("steps", float(self.state.global_step))
+
+
 class Labels(AcceleratorModule):
     """Predicts a label of each sample, and returns nothing but the loss."""
 
@@ -113,6 +121,25 @@ class Labels(AcceleratorModule):
         logits = self.model(batch[0]).mean(1)
         loss = functional.cross_entropy(logits, batch[1])
         return {"loss": loss, "accuracy": (logits.argmax(1), batch[1]), "f1": (logits.argmax(1), batch[1])}
+
+
+class Unreadable(Ragged):
+    """Has samples that cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index % 16 == 3:
+            raise OSError("broken")
+        return super().__getitem__(index)
+
+
+class Infinite(Words):
+    """Has losses that are not finite."""
+
+    def training_step(self, batch: Any) -> Any:
+        output = self.step(batch)
+        if int(batch[0][0, 0]) == 7:
+            output["loss"] = output["loss"] * math.inf
+        return output
 
 
 class Experts(nn.Module):
@@ -196,7 +223,7 @@ SGD = {"optim": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
 
 CELLS: dict[str, Cell] = {
     "dropout, ragged targets, clipping": Cell(),
-    "no clipping, last batch of one sample": Cell({"clip_grad": None}, SGD, data=lambda: Ragged(65)),
+    "no clipping, last batch of one sample": Cell({"clip_grad": None}, SGD, Logging, lambda: Ragged(65)),
     "loss of samples, metrics": Cell(
         {"metrics": ["accuracy", "f1"], "model_saving": ["best_accuracy", "last"]},
         module=Labels,
@@ -216,6 +243,9 @@ CELLS: dict[str, Cell] = {
     "limited batches": Cell({"limit_batches": {"train": 3, "val": 1}}),
     "clipping of values, norms logged": Cell({"clip_grad": {"value": 0.01}, "monitor": {"grad_norm": True}}),
     "layers that depend on the batch": Cell(module=lambda: Words(Experts()), engines=("ddp",)),
+    "samples and losses that are skipped": Cell(
+        {"failures": {"on_bad_sample": "skip", "on_nonfinite": "skip"}}, module=Infinite, data=Unreadable
+    ),
     "4 units": Cell({"same_bits": 4, "evaluate_every_n_steps": "0.5 epochs"}, {"batch_size": 12}),
 }
 INTERRUPTED = Cell(
