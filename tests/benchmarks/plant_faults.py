@@ -401,6 +401,48 @@ FAULTS = [
         "return sum(one for name, one in zip(names, sums, strict=True)) & _MASK",
         "unit/test_addons_flight_recorder.py unit/test_cli_diff.py",
     ),
+    Fault(
+        "same bits: seeds follow the process",
+        "unit=ranges[rank].start,",
+        "unit=None,",
+        "unit/test_addons_same_bits.py",
+    ),
+    Fault(
+        "same bits: units are added one by one",
+        "while self._sums and self._sums[-1][0] == size:",
+        "while self._sums:",
+        "unit/test_addons_same_bits.py",
+    ),
+    Fault(
+        "same bits: processes are added one by one",
+        "parts = [parts[index] + parts[index + 1] for index in range(0, len(parts), 2)]",
+        "parts = [sum(parts[1:], parts[0])]",
+        "unit/test_addons_same_bits.py",
+    ),
+    Fault(
+        "same bits: the norm is torch's",
+        "total_norm = staticmethod(total_norm)",
+        "pass",
+        "distributed/test_same_bits.py",
+    ),
+    Fault(
+        "same bits: results are in the order of processes",
+        "layout = layout._replace(is_interleaved=True)",
+        "pass",
+        "distributed/test_same_bits.py",
+    ),
+    Fault(
+        "same bits: a short last batch has all units",
+        "num_units = min(layout.num_units, self.num_micro_batches - batch)",
+        "num_units = layout.num_units",
+        "unit/test_addons_same_bits.py",
+    ),
+    Fault(
+        "same bits: zeros have a sign",
+        "else gradient.add_(0.0)",
+        "else gradient",
+        "unit/test_addons_same_bits.py",
+    ),
 ]
 
 

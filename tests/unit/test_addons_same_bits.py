@@ -161,6 +161,24 @@ def test_gradients_are_those_of_one_big_batch(num_samples: int, accumulation: in
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-6, atol=1e-6)
 
 
+class WithSign(Averaging):
+    """Has an entry whose gradient is -0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.register_parameter("unused", nn.Parameter(torch.ones(1)))
+
+    def step(self, batch: Any) -> Any:
+        return self.model(batch[0]).square().mean() - 0.0 * self.model.unused[0]
+
+
+def test_a_gradient_of_zero_has_no_sign_because_another_process_would_add_zeros() -> None:
+    seen = Gradients()
+    make_trainer({"batch_size": 8}, same_bits=8, callbacks=[seen]).fit(WithSign(), make_points(8))
+    assert seen.gradients[0].tolist() == [0.0]
+    assert not any(bool(torch.signbit(gradient[gradient == 0]).any()) for gradient in seen.gradients)
+
+
 def test_without_it_nothing_is_done() -> None:
     trainer = make_trainer()
     trainer.fit(Linear(), make_points())

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import random
 import sys
 from collections.abc import Callable, Iterator
@@ -24,13 +25,14 @@ from torch.nn import functional
 from torch.utils.data import Dataset
 
 import tests.many_runs  # noqa: F401
-from accmt import EMA, AcceleratorModule, Trainer, read_history
+from accmt import EMA, AcceleratorModule, Metric, Trainer, read_history
 from accmt.callbacks import Callback
-from accmt.processes import is_main_process, num_processes
+from accmt.processes import is_main_process
 from tests.toys import InterruptionError
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 31, 7, 6, 33  # an odd width: shards and vector instructions end anywhere
 IGNORED = -100
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 NUM_UNITS = 8
 BATCH_SIZE = 16
 SAMPLES = 75  # the last batch has 6 units, the last of them one sample
@@ -120,7 +122,7 @@ class Labels(AcceleratorModule):
     def validation_step(self, batch: Any) -> Any:
         logits = self.model(batch[0]).mean(1)
         loss = functional.cross_entropy(logits, batch[1])
-        return {"loss": loss, "accuracy": (logits.argmax(1), batch[1]), "f1": (logits.argmax(1), batch[1])}
+        return {"loss": loss, "accuracy": (logits.argmax(1), batch[1]), "weighted": (logits[:, 0], batch[1])}
 
 
 class Unreadable(Ragged):
@@ -140,6 +142,14 @@ class Infinite(Words):
         if int(batch[0][0, 0]) == 7:
             output["loss"] = output["loss"] * math.inf
         return output
+
+
+class ByPosition(Metric):
+    """Depends on the order of the samples."""
+
+    def compute(self, predictions: Any, references: Any) -> Any:
+        """Return a weighted mean."""
+        return {"weighted": ((predictions - references) * torch.arange(1.0, 1 + len(predictions))).mean()}
 
 
 class Experts(nn.Module):
@@ -225,7 +235,7 @@ CELLS: dict[str, Cell] = {
     "dropout, ragged targets, clipping": Cell(),
     "no clipping, last batch of one sample": Cell({"clip_grad": None}, SGD, Logging, lambda: Ragged(65)),
     "loss of samples, metrics": Cell(
-        {"metrics": ["accuracy", "f1"], "model_saving": ["best_accuracy", "last"]},
+        {"metrics": ["accuracy", ByPosition("weighted")], "model_saving": ["best_accuracy", "last"]},
         module=Labels,
         data=lambda: Ragged(length=0),
         validation=lambda: Ragged(21, length=0),
@@ -264,7 +274,7 @@ def cells_of(engine: str) -> list[str]:
 
 def make_settings(cell: Cell, engine: str) -> dict[str, Any]:
     settings = SETTINGS | cell.settings
-    if engine == "fsdp" and num_processes() > 1:
+    if engine == "fsdp" and WORLD > 1:
         settings["parallelism"] = {"fsdp": True}
     return settings
 
@@ -338,7 +348,7 @@ def main(result: str, folder: str, plan: str) -> None:
     for engine, (cells, stops) in json.loads(plan).items():
         of_engine = digests[engine] = {}
         for name in cells:
-            path = Path(folder, f"{engine}-{num_processes()}", name.replace(" ", "-"))
+            path = Path(folder, f"{engine}-{WORLD}", name.replace(" ", "-"))
             of_engine[name] = run(CELLS[name], path, engine)
         for name, stop in stops.items():
             of_engine[name] = run(INTERRUPTED, Path(folder, name, engine), engine, stop=stop)
