@@ -258,6 +258,14 @@ class LoggedValues:
             copied._waiting = self._waiting.copy()
         return copied
 
+    def without_values(self) -> LoggedValues:
+        """Return a copy for the same sums, which are empty."""
+        empty = LoggedValues()
+        if self._attached is not None:
+            empty._attached = self._attached.copy()
+            empty._attached.take()
+        return empty
+
     def state_dict(self) -> dict[str, Any]:
         sums = {name: values.state_dict() for name, values in self._sums.items()}
         groups = list(self._states_of_attached)
@@ -409,7 +417,7 @@ class RunningAverages:
         """
         states = gather_from_data((self._loss.state_dict(), self._logged.state_dict()))
         # The same numbers on any number of processes.
-        loss, logged = WeightedSum(), LoggedValues()
+        loss, logged = WeightedSum(), self._logged.without_values()
         for loss_of_process, logged_of_process in reversed(states):  # `weight` is that of the main process
             loss.add_state(loss_of_process)
             logged.add_state(logged_of_process)
