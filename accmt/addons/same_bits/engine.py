@@ -22,11 +22,18 @@ from accmt.errors import ArgumentError, fail
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.processes import num_processes
+from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt import AcceleratorModule
+
+_ENTRY_BY_ENTRY = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
+}  # fmt: skip
+"""Optimizers that compute each entry of a weight by itself."""
 
 
 def in_units(kind: type[Engine]) -> type[Engine]:
@@ -65,15 +72,20 @@ class _InUnits(Engine):
         return ByUnits(self._layout, num_processes(), self._settings.optimization.accumulation_at)
 
     def require_optimizer(self, optimizer: Any) -> None:
-        """Turn off fused kernels, whose rounding depends on where a shard ends, unless they were asked for."""
+        """Turn off fused kernels unless they were asked for: how they round depends on where a shard ends.
+
+        Raises:
+            ArgumentError: Weights are sharded, and the optimizer rounds by shards.
+        """
         super().require_optimizer(optimizer)
         is_asked_for = bool(self._settings.hps.optim_kwargs.get("fused"))
-        if is_asked_for and self._is_sharded:
-            got = "fused: true, and sharded weights: how a fused kernel rounds depends on where a shard ends"
-            expected, do = "a kernel that rounds each entry alike", "write `fused: false` in `optim`, or leave it out"
-            raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
-        if not is_asked_for:
-            for member in members_of(optimizer):
+        for member in members_of(optimizer):
+            if self._is_sharded and (is_asked_for or type(member) not in _ENTRY_BY_ENTRY):
+                got = f"{type(member).__name__}{'(fused=True)' * is_asked_for} of sharded weights"
+                expected = "an optimizer whose steps do not depend on where a shard ends"
+                do = "write `type: AdamW` in `optim`, and leave `fused` out; or train without sharding"
+                raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
+            if not is_asked_for:
                 for group in member.param_groups:
                     if group.get("fused"):
                         group["fused"] = False
@@ -85,6 +97,7 @@ class _InUnits(Engine):
         reduce_scatter: Any = TreeReduceScatter()  # torch's protocol is private
         for part in self.unwrapped_model.modules():
             if isinstance(part, FSDPModule):
+                _require_one_dimension(part)
                 part.set_custom_reduce_scatter(reduce_scatter)
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
@@ -112,6 +125,15 @@ class _InUnits(Engine):
             # With 0 added, because x + 0 is not -0: a process without units has added zeros.
             parameter.grad = None if gradient is None else gradient.add_(0.0)
         self._units, self._batches = UnitSum(), None
+
+
+def _require_one_dimension(part: nn.Module) -> None:
+    """Reject shards with replicas: torch adds up the replicas in an order of its own."""
+    for parameter in part.parameters():
+        if is_dtensor(parameter) and parameter.device_mesh.ndim > 1:
+            got, expected = "shards with replicas (`shard`, `replicate`)", "shards over all processes"
+            do = 'parallelism={"fsdp": True}'
+            raise fail(ArgumentError, "Trainer(same_bits=...)", got=got, expected=expected, do=do)
 
 
 def _reduce(parameters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
