@@ -12,6 +12,7 @@ import torch
 from accmt.errors import ModuleContractError, fail
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import (
+    each_once,
     gather_from_data,
     gather_numbers,
     is_counted,
@@ -45,6 +46,17 @@ def exact_parts(values: Iterable[float]) -> list[float]:
         numbers.append(-parts[-1])
         parts.append(exact_sum(numbers) if math.isfinite(parts[0]) else 0.0)
     return parts
+
+
+def sum_exactly(*columns: Iterable[float]) -> list[float]:
+    """Return the exact sum of each column over all processes; those that share batches count as one.
+
+    Processes: collective; every process passes as many columns.
+    """
+    numbers = chain(*map(exact_parts, columns))
+    of_processes = each_once(gather_numbers(list(numbers)))
+    begins = range(0, NUM_PARTS * len(columns), NUM_PARTS)
+    return [exact_sum(chain(*(row[begin : begin + NUM_PARTS] for row in of_processes))) for begin in begins]
 
 
 # ---- A weighted sum on the device: adding to it does not synchronize
