@@ -125,7 +125,7 @@ def _check_numbers(number: int, batch_size: int) -> None:
     if number & (number - 1) or number % count:
         larger = 1 << max(number, count).bit_length() if number & (number - 1) or number < count else number
         nearest = sorted({larger // 2, larger} - {0} if larger // 2 >= count else {larger})
-        expected = f"a power of two that {count} processes divide"
+        expected = f"a power of two, at least {count}, the number of processes"
         if count & (count - 1):
             nearest, expected = [], "a number of processes that is a power of two"
         do = " or ".join(f"same_bits={candidate}" for candidate in nearest) or "start 1, 2, 4 or 8 processes"
