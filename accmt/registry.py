@@ -49,6 +49,7 @@ HPS_SECTIONS = "accmt.hps_sections"
 
 _BUILT_IN: dict[str, dict[str, str]] = {
     _ADDONS: {
+        "adapt_callback": "accmt.addons.transformers_callback:adapt_callback",
         "adalora_ranks": "accmt.addons.peft_adapters:find_adalora_ranks",
         "add_flags": "accmt.addons.command_line:add_flags",
         "as_module": "accmt.addons.models_in_fit:as_module",

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.utils import reduce
 from torch import nn
 
 from accmt.addons.loss_targets import SAY_WHAT_COUNTS, count_targets, kind_of_targets
@@ -18,7 +19,7 @@ from accmt.huggingface import is_peft_model, is_transformers_model
 from accmt.huggingface.model_kinds import find_transformers_models
 from accmt.libraries.private_names import is_compiled, looking_at_compiled_calls
 from accmt.messages import say_once, warn_once
-from accmt.processes import num_data_processes
+from accmt.processes import num_data_processes, num_processes
 from accmt.run import EvaluationRun
 from accmt.run.features import Feature
 
@@ -66,14 +67,17 @@ class OwnLoss(Feature):
     @contextmanager
     def during(self) -> Iterator[None]:
         """Look at what each call of the models returns."""
+        losses = _DetectionLosses(self._note_objects)
         with ExitStack() as stack:
-            stack.enter_context(_counting_own_objects(self._note_objects))
             for called, model in self._watched.items():
                 look = partial(self._look, model)
                 if is_compiled(called):
+                    stack.enter_context(losses.counting())  # such a call has no hook before it
                     stack.enter_context(looking_at_compiled_calls(called, look))
                 else:
+                    stack.callback(called.register_forward_pre_hook(losses.begin).remove)
                     stack.callback(called.register_forward_hook(look, with_kwargs=True).remove)
+                    stack.callback(called.register_forward_hook(losses.end, always_call=True).remove)
             yield
 
     def before_forward(self, batch: Any) -> None:
@@ -175,27 +179,45 @@ def _warn_of_balance(model: Any, loss: torch.Tensor, balance: Any) -> None:
         )
 
 
-@contextmanager
-def _counting_own_objects(note: Callable[[torch.Tensor], None]) -> Iterator[None]:
-    """Let losses of detection and segmentation divide by the boxes or masks of this process's batch.
+class _DetectionLosses:
+    """Lets losses of detection and segmentation divide by the boxes or masks of this process's batch.
 
     transformers' divide by the mean over processes, a collective that a process without a batch does not enter. What a
-    batch weighs sees to the rest, with accumulation and uneven batches, too.
+    batch weighs sees to the rest, with accumulation and uneven batches, too. Their `reduce` is replaced only while a
+    model of the run is called.
+
+    Args:
+        note: Called with the number of boxes or masks.
     """
-    from accelerate import PartialState
-    from accelerate.utils import reduce
 
-    def count(number: torch.Tensor) -> torch.Tensor:
-        note(number)
-        whole: torch.Tensor = number * PartialState().num_processes  # by which the loss divides
+    def __init__(self, note: Callable[[torch.Tensor], None]) -> None:
+        loaded = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
+        self._modules = [vars(module) for module in loaded if vars(module).get("reduce") is reduce]
+        self._note = note
+        self._num_calls = 0  # a wrapper calls the model in it
+
+    def begin(self, *_: Any) -> None:
+        """Act before a call of a model."""
+        self._num_calls += 1
+        for module in self._modules:
+            module["reduce"] = self._count
+
+    def end(self, *_: Any) -> None:
+        """Act after a call of a model."""
+        self._num_calls -= 1
+        for module in self._modules if self._num_calls == 0 else ():
+            module["reduce"] = reduce
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Act as in a call of a model."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def _count(self, number: torch.Tensor) -> torch.Tensor:
+        self._note(number)
+        whole: torch.Tensor = number * num_processes()  # by which the loss divides
         return whole
-
-    loaded = [module for name, module in list(sys.modules.items()) if name.startswith("transformers.")]
-    modules = [module for module in loaded if vars(module).get("reduce") is reduce]
-    for module in modules:
-        vars(module)["reduce"] = count
-    try:
-        yield
-    finally:
-        for module in modules:
-            vars(module)["reduce"] = reduce

@@ -320,15 +320,15 @@ def build_callbacks(value: Any) -> list[Any]:
     """
     if value is None:
         return []
-    callbacks = list(value) if isinstance(value, list | tuple) else [value]
-    for callback in callbacks:
+    callbacks: list[Callback] = []
+    for callback in value if isinstance(value, list | tuple) else [value]:
         if isinstance(callback, type):  # the parentheses are missing: its methods would be called without `self`
             got, do = f"the class {callback.__name__}", f"callbacks={callback.__name__}()"
             raise fail(ModuleContractError, "Trainer(callbacks=...)", got=got, expected="an instance", do=do)
-        if not isinstance(callback, Callback):
+        if isinstance(callback, Callback):
+            callbacks.append(callback)
+        else:
             from accmt.registry import addon
 
-            expected = "an accmt.Callback, or a list of them"
-            do = addon("hint_for_callback")(callback) or "callbacks=MyCallback(), with class MyCallback(Callback): ..."
-            raise fail(ModuleContractError, "Trainer(callbacks=...)", got=repr(callback), expected=expected, do=do)
+            callbacks.append(addon("adapt_callback")(callback))
     return callbacks

@@ -95,13 +95,6 @@ class MicroBatch:
         skipped = {bad.index for bad in self.bad}
         return [int(index) for index in self.indices if index not in skipped]
 
-    @property
-    def place(self) -> tuple[int, ...]:
-        """Its position in the epoch."""
-        if self.cut is None:
-            return (self.index,)
-        return self.index, self.cut.number
-
     def seed_of_step(self, seed: int, purpose: str, *epoch: int, data_index: int) -> int:
         """Return the seed for the step on this process's batch: a function of its place in the run alone."""
         # With the number, because micro-batches of one index would draw the same dropout.

@@ -33,6 +33,7 @@ class UnevenStep(NamedTuple):
 
 
 _step: UnevenStep | None = None
+_why_apart = ""
 
 
 def uneven_step() -> UnevenStep | None:
@@ -48,6 +49,17 @@ def borrows_batch() -> bool:
 def may_be_uneven(micro_batch: MicroBatch | None) -> bool:
     """Return whether processes may have unequal batches: in an epoch's last micro-batch, or where some have none."""
     return micro_batch is not None and (micro_batch.is_partial or bool(micro_batch.ending))
+
+
+@contextmanager
+def keeping_processes_apart(why: str) -> Iterator[None]:
+    """Reject that steps gather rows of other processes, for a reason."""
+    global _why_apart  # noqa: PLW0603 - what the user's step calls reads it
+    _why_apart = why
+    try:
+        yield
+    finally:
+        _why_apart = ""
 
 
 @contextmanager
@@ -111,6 +123,9 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
         got, expected = "a tensor of shape []", "rows: [samples, ...]"
         do = "pass the features of the batch"
         raise fail(ArgumentError, "gather_with_gradients", got=got, expected=expected, do=do)
+    if _why_apart:
+        do = "compute the loss of each unit by itself, or leave the argument out"
+        raise fail(ArgumentError, "gather_with_gradients", got=_why_apart, expected="rows of a whole batch", do=do)
     if num_processes() == 1:
         return rows, 0
     # Without this, each row would be gathered once per process that shares its batch.

@@ -135,6 +135,7 @@ class AutomaticSteps:
         self._is_alone = num_data_processes() == 1
         self._data_index = data_index()
         self._no_sync = engine.no_sync
+        self._begins_windows = type(engine).begin_window is not Engine.begin_window
         self._end_micro_batch = None
         if type(engine).end_micro_batch is not Engine.end_micro_batch:
             self._end_micro_batch = engine.end_micro_batch
@@ -163,7 +164,7 @@ class AutomaticSteps:
             True: the window is finished.
         """
         run, state, num_units = self._run, self._run.state, planned.num_units
-        if not self._is_alone:
+        if self._begins_windows:
             self._engine.begin_window()
         if self._varies:
             state.grad_accum_steps = num_units

@@ -12,6 +12,7 @@ import torch
 from accmt.errors import ModuleContractError, fail
 from accmt.metrics.results import describe, find_scalar
 from accmt.processes import (
+    each_once,
     gather_from_data,
     gather_numbers,
     is_counted,
@@ -45,6 +46,17 @@ def exact_parts(values: Iterable[float]) -> list[float]:
         numbers.append(-parts[-1])
         parts.append(exact_sum(numbers) if math.isfinite(parts[0]) else 0.0)
     return parts
+
+
+def sum_exactly(*columns: Iterable[float]) -> list[float]:
+    """Return the exact sum of each column over all processes; those that share batches count as one.
+
+    Processes: collective; every process passes as many columns.
+    """
+    numbers = chain(*map(exact_parts, columns))
+    of_processes = each_once(gather_numbers(list(numbers)))
+    begins = range(0, NUM_PARTS * len(columns), NUM_PARTS)
+    return [exact_sum(chain(*(row[begin : begin + NUM_PARTS] for row in of_processes))) for begin in begins]
 
 
 # ---- A weighted sum on the device: adding to it does not synchronize
@@ -258,6 +270,14 @@ class LoggedValues:
             copied._waiting = self._waiting.copy()
         return copied
 
+    def without_values(self) -> LoggedValues:
+        """Return a copy for the same sums, which are empty."""
+        empty = LoggedValues()
+        if self._attached is not None:
+            empty._attached = self._attached.copy()
+            empty._attached.take()
+        return empty
+
     def state_dict(self) -> dict[str, Any]:
         sums = {name: values.state_dict() for name, values in self._sums.items()}
         groups = list(self._states_of_attached)
@@ -409,7 +429,7 @@ class RunningAverages:
         """
         states = gather_from_data((self._loss.state_dict(), self._logged.state_dict()))
         # The same numbers on any number of processes.
-        loss, logged = WeightedSum(), LoggedValues()
+        loss, logged = WeightedSum(), self._logged.without_values()
         for loss_of_process, logged_of_process in reversed(states):  # `weight` is that of the main process
             loss.add_state(loss_of_process)
             logged.add_state(logged_of_process)

@@ -25,8 +25,8 @@ class HyperParameters:
     Args:
         epochs: Passes over the training data; -1 for as many as `max_steps`, `max_samples` or `max_target_tokens`
             needs. None: 1, or -1 with one of those.
-        batch_size: Samples per batch on each process: one number, or up to three for train, validation and test (a
-            missing one equals the one before it).
+        batch_size: Samples per batch on each process (with `same_bits`, on all together): one number, or up to three
+            for train, validation and test (a missing one equals the one before it).
         optim: Name, import path or class of the optimizer. None: "SGD".
         optim_kwargs: Optimizer arguments; the others keep the defaults of the class.
         scheduler: Name, import path or class of the learning-rate scheduler. None: the rate is constant.

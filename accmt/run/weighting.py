@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
 
 from accmt.errors import ModuleContractError, fail
-from accmt.metrics.averages import Weight, exact_parts, exact_sum
-from accmt.processes import each_once, gather_numbers
+from accmt.metrics.averages import Weight, sum_exactly
+from accmt.processes import gather_numbers
 
 
 class Reading:
@@ -155,11 +154,9 @@ class Weighting:
             return float(bool(window.total_weight)), window.own_samples
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
-        counts = len(window.own_weights), window.own_samples, window.skipped_batches
-        numbers = (*map(float, counts), *exact_parts(window.own_weights))
-        columns = list(zip(*each_once(gather_numbers(numbers)), strict=True))
-        batches, samples, skipped = (int(sum(column)) for column in columns[:3])
-        total = exact_sum(chain(*columns[3:]))
+        weights = window.own_weights
+        total, *counts = sum_exactly(weights, [len(weights)], [window.own_samples], [window.skipped_batches])
+        batches, samples, skipped = map(int, counts)
         window.skipped_batches, window.total_weight = skipped, total
         # A window in which every target is masked: dividing by it would make all weights NaN.
         if total <= 0:

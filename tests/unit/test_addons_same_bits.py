@@ -206,11 +206,6 @@ def test_an_error_names_the_nearest_numbers_that_work(
     assert f"do: {advice}\n" in f"{error.value}\n"
 
 
-class Normalized(Linear):
-    def __init__(self) -> None:
-        self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-
-
 class Counter(nn.Linear):
     """Counts its calls in a buffer."""
 
@@ -232,7 +227,6 @@ class Counting(Linear):
     ("module", "settings", "error"),
     [
         (ByHand, {}, ArgumentError),
-        (Normalized, {}, ArgumentError),
         (Linear, {"compile": True}, ArgumentError),
         (Linear, {"failures": {"spike_guard": 3.0}}, ArgumentError),
         (Linear, {"data_options": {"shard": False}}, ArgumentError),

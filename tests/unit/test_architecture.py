@@ -241,6 +241,7 @@ QUESTIONS_LEFT = {
     "loop/preflight.py": 3,
     "run/shutdown.py": 1,
     "addons/packing_check.py": 3,
+    "addons/same_bits/engine.py": 1,
     "addons/same_bits/sums.py": 3,
     "run/trained_parameters.py": 1,
     # Of single tensors, in layers below the engine.

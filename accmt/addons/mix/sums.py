@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from accmt.addons.mix.order import Array
-from accmt.metrics.averages import Totals, Weight
+from accmt.metrics.averages import Totals, Weight, exact_parts
+
+_Sums: TypeAlias = tuple[list[float], list[float], float, float]
 
 
 class GroupedSum:
     """Sums of the losses of samples in groups. Adding only keeps references; sums are computed when they are needed.
 
-    The samples are summed one after the other, so that the bits of the sums do not depend on when that happens.
+    The sums are exact: their bits depend neither on when samples are summed nor on the process that has them.
 
     Args:
         names: The names of the groups.
@@ -30,7 +32,8 @@ class GroupedSum:
         self._names = list(names)
         self._find_groups = find_groups
         self._entries: list[tuple[Array, torch.Tensor, Weight]] = []
-        self._sums: Array | None = None  # [4, groups]: loss x weight, weights, samples, and samples without a loss
+        # Of each group: the parts of the sums of loss x weight and of weights, samples, and samples without a loss.
+        self._sums: list[_Sums] | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -57,12 +60,11 @@ class GroupedSum:
         self._add_waiting()
         if self._sums is None:
             return {}
-        losses, weights, samples, unknown = self._sums.tolist()
-        self._sums = None
-        totals: Totals = {self.UNKNOWN: (unknown, None)}
-        for name, loss, weight, number in zip(self._names, losses, weights, samples, strict=True):
-            totals[self.LOSS + name] = [loss], [weight]
-            totals[self.WEIGHT + name] = [weight], None
+        sums, self._sums = self._sums, None
+        totals: Totals = {self.UNKNOWN: ([unknown for *_, unknown in sums], None)}
+        for name, (loss, weight, number, _) in zip(self._names, sums, strict=True):
+            totals[self.LOSS + name] = loss, weight
+            totals[self.WEIGHT + name] = weight, None
             totals[self.SAMPLES + name] = [number], None
         return totals
 
@@ -75,14 +77,13 @@ class GroupedSum:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums. Waits for the device."""
         self._add_waiting()
-        return {"names": self._names, "sums": None if self._sums is None else self._sums.tolist()}
+        return {"names": self._names, "sums": self._sums}
 
     def add_state(self, state: Mapping[str, Any]) -> None:
         """Add a `state_dict` of this or another process."""
         if state["names"] != self._names or state["sums"] is None:
             return  # the groups of another run, or nothing
-        sums = np.array(state["sums"], np.float64)
-        self._sums = sums if self._sums is None else self._sums + sums
+        self._sums = [_add(before, sums) for before, sums in zip(self._sums_so_far(), state["sums"], strict=True)]
 
     def _add_waiting(self) -> None:
         """Add the waiting batches to the sums."""
@@ -91,22 +92,28 @@ class GroupedSum:
         (samples, losses, weights), self._entries = zip(*self._entries, strict=True), []
         sizes = np.array([len(positions) for positions in samples])
         groups = self._find_groups(np.concatenate(samples))
-        weight, count = _weights_of_samples(weights, sizes), len(self._names)
-        before = np.zeros((4, count)) if self._sums is None else self._sums
-        unknown = before[3]
+        weight = _weights_of_samples(weights, sizes)
+        is_unknown = np.zeros(len(groups), bool)
         if not all(loss.ndim for loss in losses):
             begins = sizes.cumsum() - sizes
             is_of_one = np.minimum.reduceat(groups, begins) == np.maximum.reduceat(groups, begins)
-            is_known = (is_of_one | [loss.ndim > 0 for loss in losses]).repeat(sizes)
-            weight = np.where(is_known, weight, 0.0)
-            unknown = unknown + np.bincount(groups, ~is_known, minlength=count)
+            is_unknown = ~(is_of_one | [loss.ndim > 0 for loss in losses]).repeat(sizes)
+            weight = np.where(is_unknown, 0.0, weight)
         loss = np.where(weight == 0, 0.0, _concatenate(losses, sizes))  # that of no target may be NaN
-        places = np.concatenate([np.arange(count), groups])  # `bincount` adds in this order
-        lost, weighed = (
-            np.bincount(places, np.concatenate(part)) for part in zip(before[:2], (loss * weight, weight), strict=True)
-        )
-        numbers = before[2] + np.bincount(groups, minlength=count)
-        self._sums = np.array([lost, weighed, numbers, unknown])
+        sums = []
+        for number, before in enumerate(self._sums_so_far()):
+            is_in = groups == number
+            parts = exact_parts((loss * weight)[is_in].tolist()), exact_parts(weight[is_in].tolist())
+            sums.append(_add(before, (*parts, float(is_in.sum()), float((is_in & is_unknown).sum()))))
+        self._sums = sums
+
+    def _sums_so_far(self) -> list[_Sums]:
+        return [([], [], 0.0, 0.0) for _ in self._names] if self._sums is None else self._sums
+
+
+def _add(first: _Sums, second: _Sums) -> _Sums:
+    losses, weights = exact_parts([*first[0], *second[0]]), exact_parts([*first[1], *second[1]])
+    return losses, weights, first[2] + second[2], first[3] + second[3]
 
 
 def _weights_of_samples(weights: Sequence[Weight], sizes: Array) -> Array:

@@ -10,8 +10,8 @@ import torch
 
 from accmt.data import MicroBatch, Window
 from accmt.metrics import Metric
+from accmt.metrics.averages import sum_exactly
 from accmt.precision import autocast
-from accmt.processes import sum_over_data
 from accmt.run import EvaluationRun
 from accmt.run.features import Feature
 
@@ -83,7 +83,8 @@ class WindowSums(Feature):
             raise error
 
     def _sum(self, micro_batches: list[MicroBatch]) -> list[float]:
-        run, total = self._run, torch.zeros(2, device=self._run.device)
+        run = self._run
+        addends = [torch.zeros(2)]
         try:
             with torch.no_grad(), run.engine.unwrapped():
                 for micro_batch in micro_batches:
@@ -93,9 +94,10 @@ class WindowSums(Feature):
                         continue
                     with autocast(run.accelerator), run.engine.running(micro_batch):
                         sums = self._module.sum_for_window(run.place(batch))
-                    total = total + sums if is_counted else total
+                    if is_counted:
+                        addends.append(sums)
         except Exception as error:
             if not any(recovers_from(error) for recovers_from in run.features.recovers_from):
                 raise
             self._error = error.with_traceback(None)  # whose frames keep memory
-        return sum_over_data(total.tolist())
+        return sum_exactly(*zip(*(sums.tolist() for sums in addends), strict=True))

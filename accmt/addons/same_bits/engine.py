@@ -18,16 +18,23 @@ from accmt.data.windows import WindowMaker
 from accmt.engine.base import Engine
 from accmt.engine.reduction import buckets_of
 from accmt.engine.sharded import Sharded
+from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, fail
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
 from accmt.processes import num_processes
+from accmt.sharded_tensors import is_dtensor
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from accmt import AcceleratorModule
 
+_ENTRY_BY_ENTRY = {
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
+    torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.ASGD,
+}  # fmt: skip
+"""Optimizers that compute each entry of a weight by itself."""
 
 _CASTING = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 """The policy of a run in bf16, unless the user has chosen another one."""
@@ -43,6 +50,9 @@ class _InUnits(Engine):
 
     The gradients of a unit are taken from the parameters after its backward. They are added up in a tree over the units
     of a batch; the sums of several batches of a window, in their order.
+
+    Running statistics of batch norm are the mean of those of the units, each of which begins with those before the
+    window.
     """
 
     total_norm = staticmethod(total_norm)
@@ -54,7 +64,8 @@ class _InUnits(Engine):
         self._units = UnitSum()
         self._batches: Gradients | None = None
         self._parameters: list[nn.Parameter] = []
-        self._buffers: list[tuple[str, torch.Tensor, int]] = []
+        self._statistics: list[torch.Tensor] = []
+        self._statistics_before: list[torch.Tensor] = []
         self._is_sharded = isinstance(self, Sharded)
         self._layout = Layout(settings.optimization.same_bits or 1, is_interleaved=self._is_sharded)
 
@@ -69,19 +80,20 @@ class _InUnits(Engine):
         return ByUnits(self._layout, num_processes(), self._settings.optimization.accumulation_at)
 
     def require_optimizer(self, optimizer: Any) -> None:
-        """Turn off fused kernels, whose rounding depends on where a shard ends, unless they were asked for."""
+        """Turn off fused kernels unless they were asked for: how they round depends on where a shard ends.
+
+        Raises:
+            ArgumentError: Weights are sharded, and the optimizer rounds by shards.
+        """
         super().require_optimizer(optimizer)
         is_asked_for = bool(self._settings.hps.optim_kwargs.get("fused"))
-        if is_asked_for and self._is_sharded:
-            got = "fused: true, and sharded weights: how a fused kernel rounds depends on where a shard ends"
-            expected, do = "a kernel that rounds each entry alike", "write `fused: false` in `optim`, or leave it out"
-            raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
-        if self._is_sharded and any(type(member).__name__ == "Muon" for member in members_of(optimizer)):
-            got = "Muon, and sharded weights: the sums of its matrix products are divided among the processes"
-            expected, do = "an optimizer that computes each entry alone", "take another one, or DDP"
-            raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
-        if not is_asked_for:
-            for member in members_of(optimizer):
+        for member in members_of(optimizer):
+            if self._is_sharded and (is_asked_for or type(member) not in _ENTRY_BY_ENTRY):
+                got = f"{type(member).__name__}{'(fused=True)' * is_asked_for} of sharded weights"
+                expected = "an optimizer whose steps do not depend on where a shard ends"
+                do = "write `type: AdamW` in `optim`, and leave `fused` out; or train without sharding"
+                raise fail(ArgumentError, self._settings.hps.where("optim"), got=got, expected=expected, do=do)
+            if not is_asked_for:
                 for group in member.param_groups:
                     if "fused" in group:  # also None, which torch, or a checkpoint of it, may take otherwise
                         group["fused"] = False
@@ -97,6 +109,7 @@ class _InUnits(Engine):
         reduce_scatter: Any = TreeReduceScatter()  # torch's protocol is private
         for part in self.unwrapped_model.modules():
             if isinstance(part, FSDPModule):
+                _require_one_dimension(part)
                 part.set_custom_reduce_scatter(reduce_scatter)
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
@@ -105,42 +118,86 @@ class _InUnits(Engine):
     def begin_window(self) -> None:
         super().begin_window()
         self._units, self._batches = UnitSum(), None
+        self._statistics = statistics_of(self.unwrapped_model)
+        self._statistics_before = [statistic.clone() for statistic in self._statistics]
 
     def end_micro_batch(self, micro_batch: MicroBatch) -> None:
         gradients: Gradients = []
         for parameter in self._parameters:
             gradients.append(parameter.grad)
             parameter.grad = None
-        self._units.add(gradients)
+        statistics = self._take_statistics(is_counted=micro_batch.batch is not None)
+        if self._is_sharded:  # which adds up gradients over the processes after each round
+            statistics = self._reduce(self._statistics, statistics)
+        self._units.add(gradients + statistics)
         if not micro_batch.ends_batch:
             return
-        total = self._units.take()
-        if num_processes() > 1 and not self._is_sharded and total is not None:
-            total = _reduce(self._parameters, total)
-        self._batches = total if self._batches is None or total is None else add_up(self._batches, total)
+        total = self._units.take() or []
+        if not self._is_sharded:
+            total = self._reduce([*self._parameters, *self._statistics], total)
+        self._batches = total if self._batches is None else add_up(self._batches, total)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        for parameter, gradient in zip(self._parameters, self._batches or (), strict=False):
+        gradients = [] if self._batches is None else self._batches
+        for parameter, gradient in zip(self._parameters, gradients, strict=False):
             # With 0 added, because x + 0 is not -0: a process without units has added zeros.
             parameter.grad = None if gradient is None else gradient.add_(0.0)
+        *sums, number = gradients[len(self._parameters) :] or [None]
+        for statistic, total in zip(self._statistics, sums, strict=False):
+            if total is not None and number is not None:
+                statistic.copy_(total / number)
         self._units, self._batches = UnitSum(), None
 
+    def _take_statistics(self, *, is_counted: bool) -> Gradients:
+        """Return the statistics after a unit, and the number of units: 1; and let the next unit begin as this one."""
+        if not self._statistics:
+            return []
+        taken: Gradients = []
+        for statistic, before in zip(self._statistics, self._statistics_before, strict=True):
+            taken.append(statistic.double() if is_counted else None)
+            statistic.copy_(before)
+        one = self._statistics[0].new_ones((), dtype=torch.float64)
+        return [*taken, one if is_counted else None]
 
-def _reduce(parameters: Sequence[nn.Parameter], gradients: Gradients) -> Gradients:
-    """Return the sums of gradients over all processes; a parameter without one anywhere keeps None.
+    def _reduce(self, like: Sequence[torch.Tensor], sums: Gradients) -> Gradients:
+        """Return sums over all processes; one that has no addend anywhere stays None.
 
-    Processes: collective.
-    """
-    has_gradient = torch.tensor([float(gradient is not None) for gradient in gradients], device=parameters[0].device)
-    dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
-    reduced: Gradients = list(gradients)
-    for index, (parameter, is_anywhere) in enumerate(zip(parameters, has_gradient.tolist(), strict=True)):
-        if is_anywhere and reduced[index] is None:
-            reduced[index] = torch.zeros_like(parameter)
-    present = [gradient for gradient in reduced if gradient is not None]
-    for bucket in buckets_of(present):
-        flat = all_reduce(torch.cat([gradient.reshape(-1) for gradient in bucket]))
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for part, gradient in zip(parts, bucket, strict=True):
-            gradient.copy_(part.view_as(gradient))
-    return reduced
+        Processes: collective.
+        """
+        if num_processes() == 1 or not sums:
+            return sums
+        device = like[0].device
+        has_addend = torch.tensor([float(addend is not None) for addend in sums], device=device)
+        dist.all_reduce(has_addend, op=dist.ReduceOp.MAX)
+        shapes = [*(tensor.shape for tensor in like), torch.Size()]  # the last is the number of units
+        reduced: Gradients = []
+        for index, addend in enumerate(sums):
+            if addend is None and has_addend[index]:
+                is_gradient = index < len(self._parameters) and not self._is_sharded
+                dtype = self._parameters[index].dtype if is_gradient else torch.float64
+                addend = torch.zeros(shapes[index], dtype=dtype, device=device)
+            reduced.append(addend)
+        for bucket in buckets_of([addend for addend in reduced if addend is not None]):
+            flat = all_reduce(torch.cat([addend.reshape(-1) for addend in bucket]))
+            parts = torch.split(flat, [addend.numel() for addend in bucket])
+            for part, addend in zip(parts, bucket, strict=True):
+                addend.copy_(part.view_as(addend))
+        return reduced
+
+
+def _require_one_dimension(part: nn.Module) -> None:
+    """Reject shards with replicas: torch adds up the replicas in an order of its own."""
+    for parameter in part.parameters():
+        if is_dtensor(parameter) and parameter.device_mesh.ndim > 1:
+            got, expected = "shards with replicas (`shard`, `replicate`)", "shards over all processes"
+            do = 'parallelism={"fsdp": True}'
+            raise fail(ArgumentError, "Trainer(same_bits=...)", got=got, expected=expected, do=do)
+
+
+def statistics_of(model: nn.Module) -> list[torch.Tensor]:
+    """Return the running statistics of batch norm that training changes; whole numbers are counts of batches."""
+    statistics: list[torch.Tensor] = []
+    for part in model.modules():
+        if is_batch_norm(part) and part.training and part.track_running_stats:
+            statistics += part.buffers(recurse=False)
+    return statistics

@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
-from accmt.engine.sync_batchnorm import is_batch_norm
+from accmt.engine.borrowed import keeping_processes_apart
 from accmt.errors import ArgumentError, CheckpointError, ModuleContractError, fail
 from accmt.messages import warn
 from accmt.module import AcceleratorModule
@@ -56,7 +55,8 @@ class SameBits(Feature):
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used first
             torch.use_deterministic_algorithms(mode=True)
         try:
-            yield
+            with keeping_processes_apart("same_bits: a process has some of the units of a batch at a time"):
+                yield
         finally:
             torch.set_num_threads(threads)
             torch.use_deterministic_algorithms(is_deterministic)
@@ -125,7 +125,7 @@ def _check_numbers(number: int, batch_size: int) -> None:
     if number & (number - 1) or number % count:
         larger = 1 << max(number, count).bit_length() if number & (number - 1) or number < count else number
         nearest = sorted({larger // 2, larger} - {0} if larger // 2 >= count else {larger})
-        expected = f"a power of two that {count} processes divide"
+        expected = f"a power of two, at least {count}, the number of processes"
         if count & (count - 1):
             nearest, expected = [], "a number of processes that is a power of two"
         do = " or ".join(f"same_bits={candidate}" for candidate in nearest) or "start 1, 2, 4 or 8 processes"
@@ -160,14 +160,3 @@ def _obstacles(settings: Settings, module: AcceleratorModule, train_data: Any) -
         yield "report_loss_after_eval=False: rows of the batches of each process", "leave it out"
     if num_data_processes() != num_processes():
         yield "tensor parallelism, whose sums are divided by the number of processes", 'parallelism={"fsdp": True}'
-    for name, part in _modules_of(module):
-        if is_batch_norm(part) and getattr(part, "track_running_stats", False) and part.training:
-            yield (
-                f"self.model.{name} is a {type(part).__name__}, whose running statistics follow the units of a process",
-                "use GroupNorm or LayerNorm; or track_running_stats=False, with statistics of each unit",
-            )
-
-
-def _modules_of(module: AcceleratorModule) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(module.model, nn.Module):
-        yield from module.model.named_modules()

@@ -70,13 +70,12 @@ def all_reduce(flat: Tensor) -> Tensor:
     Processes: collective.
     """
     size = num_processes()
-    padded = functional.pad(flat, (0, -len(flat) % size))
+    padded = functional.pad(flat, (0, -len(flat) % size)) if len(flat) % size else flat
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded)
     own = add_in_tree(received.chunk(size)).contiguous()
-    whole = torch.empty_like(padded)
-    dist.all_gather(list(whole.chunk(size)), own)
-    return whole[: len(flat)]
+    dist.all_gather_into_tensor(received, own)
+    return received[: len(flat)]
 
 
 class TreeReduceScatter:

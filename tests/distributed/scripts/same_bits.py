@@ -167,6 +167,20 @@ class Experts(nn.Module):
         return output
 
 
+class Normalized(nn.Module):
+    """Has batch norm, whose running statistics training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = build_network()
+        self.norm = nn.BatchNorm1d(LENGTH)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return logits."""
+        normalized: torch.Tensor = self.norm(self.layers(tokens))
+        return normalized
+
+
 def build_adapter() -> nn.Module:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -256,6 +270,7 @@ CELLS: dict[str, Cell] = {
     "samples and losses that are skipped": Cell(
         {"failures": {"on_bad_sample": "skip", "on_nonfinite": "skip"}}, module=Infinite, data=Unreadable
     ),
+    "batch norm": Cell(module=lambda: Words(Normalized())),
     "4 units": Cell({"same_bits": 4, "evaluate_every_n_steps": "0.5 epochs"}, {"batch_size": 12}),
 }
 INTERRUPTED = Cell(
