@@ -1,8 +1,8 @@
 """Check that a training script computes the same on any number of processes, and name what is wrong if it does not.
 
 The script runs up to its first `trainer.fit(...)`, which is the one that is proven: its module and data are trained for
-a few steps in several ways, as `Trainer.prove` does. No model, checkpoint or log is written, except by the script
-itself before that.
+a few steps in several ways, as `Trainer.prove` does; with `--bits`, on 1, 2 and 4 processes, bit for bit. No model,
+checkpoint or log is written, except by the script itself before that.
 Exit code: 0 all launches compute the same, 1 one differs, 2 not possible.
 
   accmt prove train.py -- --epochs 3
@@ -22,6 +22,7 @@ from accmt.errors import AccmtError, ArgumentError, fail
 
 if TYPE_CHECKING:
     from accmt.addons.prove import Proof
+    from accmt.addons.prove.bits import BitsProof
 
 DIFFERENT = 1
 
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=read_number(at_least=1), default=4, metavar="NUMBER", help=steps)
     samples = "maximum training samples of each launch; default: 64"
     parser.add_argument("--samples", type=read_number(at_least=1), default=64, metavar="NUMBER", help=samples)
+    bits = "compare 1, 2 and 4 processes bit for bit, with the script's same_bits, or 8"
+    parser.add_argument("--bits", action="store_true", help=bits)
     parser.add_argument("script", help="the training script")
     parser.add_argument("arguments", nargs="*", help="its arguments, after --")
 
@@ -45,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             expected="a Python file",
             do="accmt prove train.py",
         )
-    found = _prove_script(script, options.arguments, options.steps, options.samples)
+    found = _prove_script(script, options.arguments, options.steps, options.samples, compares_bits=options.bits)
     print(f"the first trainer.fit, {found.place}\n{found.proof}")
     return 0 if found.proof.is_right else DIFFERENT
 
@@ -53,12 +56,14 @@ def run(options: argparse.Namespace) -> int:
 class _Proven(BaseException):
     """Ends the script at its `fit`; not an Exception, so that the script does not handle it."""
 
-    def __init__(self, proof: Proof, place: str) -> None:
+    def __init__(self, proof: Proof | BitsProof, place: str) -> None:
         self.proof = proof
         self.place = place
 
 
-def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) -> _Proven:
+def _prove_script(
+    script: Path, arguments: list[str], steps: int, samples: int, *, compares_bits: bool = False
+) -> _Proven:
     """Run a script with a `Trainer.fit` that proves instead, and return the first proof."""
     from accmt.addons.models_in_fit import as_module
     from accmt.addons.prove import prove
@@ -80,7 +85,9 @@ def _prove_script(script: Path, arguments: list[str], steps: int, samples: int) 
         reached.append(f"{calling.filename}:{calling.lineno}")
         module = as_module(module, kwargs, self.hps)
         data = {"train_dataset": train_dataset, "val_dataset": val_dataset, "datamodule": datamodule}
-        raise _Proven(prove(self, module, **data, steps=steps, samples=samples, fit=original), reached[0])
+        size = {"steps": steps, "samples": samples}
+        proof = prove(self, module, **data, **size, fit=original, compares_bits=compares_bits)
+        raise _Proven(proof, reached[0])
 
     before = sys.argv, sys.path[:]
     sys.argv = [str(script), *arguments]

@@ -124,8 +124,9 @@ class Weighting:
         self.is_explicit = None
         if any(has_batch):  # otherwise, the next batch decides
             self.is_explicit = any(explicit)
-        # Of the first batch of all, which is the same on any number of processes.
-        self.reference = next(filter(None, weights), 1.0)
+        # A power of two: gradients do not depend on which process had the first batch, because it rounds nothing.
+        first = next(filter(None, weights), 1.0)
+        self.reference = 2.0 ** round(math.log2(first))
 
     def uses_plan(self, window: AccumulationWindow) -> bool:
         """Return whether the total weight of a window is its planned number of samples."""

@@ -7,15 +7,20 @@ row of `CELLS` in `scripts/same_bits.py`.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accmt.cli.main import main
 from tests.distributed.scripts.same_bits import CELLS, cells_of
 from tests.launching import SCRIPTS, launch
 
 pytestmark = pytest.mark.timeout(300)
+EXAMPLE = Path(__file__).parents[2] / "examples" / "same_bits.py"
 STOPS = {4: 2, 2: 5, 1: 7}
 """By processes, in this order: after which step the run is interrupted; all are within an epoch."""
 
@@ -62,6 +67,37 @@ def test_no_two_kinds_of_runs_are_the_same(digests: Any) -> None:
 @pytest.mark.parametrize("engine", ["ddp", "fsdp"])
 def test_a_run_resumed_on_4_2_1_and_4_processes_has_the_bits_of_an_uninterrupted_one(digests: Any, engine: str) -> None:
     assert digests[f"resumed {engine}"]["resumed"] == digests["1"]["unbroken"]
+
+
+def test_a_step_of_two_processes_is_replayed_on_one_and_compared_with_it(tmp_path: Path) -> None:
+    folders = []
+    for number in (2, 1):
+        command = [sys.executable, str(EXAMPLE), "--output", str(tmp_path / str(number)), "--until", "6"]
+        if number > 1:
+            command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={number}"]
+        subprocess.run(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, timeout=200)
+        folders.append(str(*(tmp_path / "logs" / str(number)).iterdir()))
+    assert main(["replay", folders[0], "--step", "5", "--processes", "1", "--top", "0"]) == 0
+    assert main(["diff", *folders]) == 0
+
+
+def test_a_proof_of_bits_names_what_depends_on_the_process(tmp_path: Path, capsys: Any) -> None:
+    script = tmp_path / "train.py"
+    wrong = EXAMPLE.read_text().replace("= DigitClassifier()", "= ByProcess()").replace("def main()", BY_PROCESS, 1)
+    path = f"import sys; sys.path.insert(0, {str(EXAMPLE.parent)!r})"
+    script.write_text(wrong.replace("import argparse", f"import argparse\n{path}", 1))
+    arguments = ["--", "--output", str(tmp_path / "model")]
+    assert main(["prove", "--bits", "--steps", "2", str(EXAMPLE), *arguments]) == 0
+    assert main(["prove", "--bits", "--steps", "2", str(script), *arguments]) == 1
+    assert "0.weight differs after step 1" in capsys.readouterr().out
+
+
+BY_PROCESS = """class ByProcess(DigitClassifier):
+    def training_step(self, batch):
+        return super().training_step(batch) * (1 + self.trainer.run.accelerator.process_index)
+
+
+def main()"""
 
 
 @pytest.mark.slow

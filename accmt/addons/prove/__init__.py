@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from accmt.addons.prove import causes as find
+from accmt.addons.prove.bits import DEFAULT_UNITS, BitsProof, prove_bits
 from accmt.addons.prove.causes import Cause, Findings, Laboratory, names_that_differ, relative_error
 from accmt.addons.prove.launches import (
     Launch,
@@ -123,7 +124,8 @@ def prove(
     steps: int = 4,
     samples: int = 64,
     fit: Callable[..., Any] | None = None,
-) -> Proof:
+    compares_bits: bool = False,
+) -> Proof | BitsProof:
     """Implement `Trainer.prove`.
 
     Args:
@@ -135,6 +137,7 @@ def prove(
         steps: Optimizer steps of each launch.
         samples: Maximum training samples.
         fit: The Trainer's `fit`, if it has been replaced.
+        compares_bits: Whether launches with `same_bits` are compared bit for bit, instead.
     """
     require_module(module, "prove")
     where = "Trainer.prove"
@@ -166,7 +169,10 @@ def prove(
         size = max(8 if uses_batch_norm else 4, min(size, samples // steps) // 4 * 4)
         data = train_dataset, val_dataset, datamodule
         subject = Subject(trainer, module, *data, steps, size, uses_batch_norm, folder, fit or type(trainer).fit)
+        units = trainer.settings.optimization.same_bits or DEFAULT_UNITS
         with speaking(verbose=trainer.settings.running.verbose):
+            if compares_bits:
+                return prove_bits(replace(subject, batch_size=max(units, size // units * units)), units)
             rows, causes = _Comparison(subject).run()
     return Proof(tuple(rows), tuple(causes), steps, size)
 

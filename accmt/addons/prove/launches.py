@@ -55,6 +55,7 @@ class Launch:
         saves: Whether it writes that checkpoint.
         with_callbacks: The callbacks that take part, by index; None is all.
         freezes_batch_norm: Whether batch norm uses its running statistics.
+        units: The units of `same_bits`; None is without.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Launch:
     saves: bool = False
     with_callbacks: tuple[int, ...] | None = None
     freezes_batch_norm: bool = False
+    units: int | None = None
 
 
 @dataclass
@@ -318,8 +320,11 @@ def _arguments(subject: Subject, launch: Launch) -> dict[str, Any]:
     if options.get("batch_sampler") is not None:
         batches = itertools.chain.from_iterable(options.pop("batch_sampler"))
         arguments["sampler"] = list(itertools.islice(batches, subject.steps * subject.batch_size))
-    accumulation = launch.divided_by // launch.processes
+    accumulation = 1 if launch.units else launch.divided_by // launch.processes
+    if launch.units:
+        arguments["clip_grad"] = settings.optimization.clip_grad
     return arguments | {
+        "same_bits": launch.units,
         "hps_config": {"hps": hps},
         "model_path": folder / "model",
         "logging_dir": folder / "logs",

@@ -74,7 +74,7 @@ def all_reduce(flat: Tensor) -> Tensor:
     received = torch.empty_like(padded)
     dist.all_to_all_single(received, padded)
     own = add_in_tree(received.chunk(size)).contiguous()
-    dist.all_gather_into_tensor(received, own)
+    dist.all_gather(list(received.chunk(size)), own)
     return received[: len(flat)]
 
 

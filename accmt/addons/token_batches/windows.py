@@ -222,7 +222,10 @@ class ByTokensInEvaluation(_TokenCut):
 
     def _make_window(self, source: Source, epoch: int, batches: list[MicroBatch]) -> Window:
         samples, indices, _ = _read_window(batches)
-        places = [(batch.index, place) for batch in batches for place in range(len(batch.batch))]
+        places: list[tuple[int, int]] = []
+        for batch in batches:
+            begin = batch.index if batch.unit is None else batch.unit
+            places += [(begin, place) for place in range(len(batch.batch))]
         lengths = [find_length(sample, self._length_of) for sample in samples]
         self._check_longest(lengths)
         groups = self._cut(batches, self._budget.widths(lengths))
@@ -238,7 +241,7 @@ class ByTokensInEvaluation(_TokenCut):
                 micro_batch.own_samples = len(positions)
                 micro_batch.is_partial = number >= min(every)
                 if self._has_units and positions:
-                    micro_batch.unit = derive_seed(batches[0].index, "unit", *own_places[0])
+                    micro_batch.unit = derive_seed(0, "unit", *own_places[0])
                 chosen = [samples[position] for position in positions]
                 yield self._fill(micro_batch, epoch, chosen, [lengths[position] for position in positions])
 

@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Metric, Trainer, read_history
@@ -181,15 +181,19 @@ class Normalized(nn.Module):
         return normalized
 
 
-def build_adapter() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
+def build_language_model() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, max_position_embeddings=32, **sizes))
+
+
+def build_adapter() -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
     targets = LoraConfig(r=3, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    return get_peft_model(LlamaForCausalLM(config), targets)
+    return get_peft_model(build_language_model(), targets)
 
 
 class Adapted(Words):
@@ -201,6 +205,50 @@ class Adapted(Words):
     def step(self, batch: Any) -> Any:
         output = self.model(input_ids=batch[0], labels=batch[1])
         return {"loss": output.loss, "weight": (batch[1][:, 1:] != IGNORED).sum()}
+
+
+class Documents(Dataset[dict[str, list[int]]]):
+    """Texts of different lengths, as lists of tokens and labels."""
+
+    def __init__(self, count: int = SAMPLES) -> None:
+        self.words = Ragged(count)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        tokens, targets = self.words[index]
+        length = 2 + int(self.words.lengths[index])
+        return {"input_ids": tokens[:length].tolist(), "labels": targets[:length].tolist()}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+
+class Reading(Words):
+    """Trains a language model, whose loss accmt weights by its targets."""
+
+    def __init__(self) -> None:
+        super().__init__(build_language_model())
+
+    def step(self, batch: Any) -> Any:
+        return self.model(**batch).loss
+
+
+class Sequence(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
+    """A stream of the same samples."""
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        samples = Ragged(draws=True)
+        return (samples[index] for index in range(len(samples)))
+
+
+def pad(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    rows = {"input_ids": 0, "labels": IGNORED}
+    batch = {
+        name: torch.tensor([sample[name] + [padding] * (longest - len(sample[name])) for sample in samples])
+        for name, padding in rows.items()
+    }
+    lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
+    return batch | {"attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
 
 
 def cut_to_longest(samples: list[Any]) -> Any:
@@ -271,6 +319,16 @@ CELLS: dict[str, Cell] = {
         {"failures": {"on_bad_sample": "skip", "on_nonfinite": "skip"}}, module=Infinite, data=Unreadable
     ),
     "batch norm": Cell(module=lambda: Words(Normalized())),
+    "stream": Cell(hps={"scheduler": None}, data=Sequence),
+    "token budget": Cell(
+        {"collate_fn": pad, "grad_accumulation_steps": 2}, {"max_tokens": 24}, Reading, Documents, lambda: Documents(21)
+    ),
+    "packing": Cell(
+        {"collate_fn": {"val": pad}}, {"max_tokens": 24, "packing": True}, Reading, Documents, lambda: Documents(21)
+    ),
+    "mixture": Cell(
+        hps={"data": {"mix": {"a": 0.7, "b": 0.3}}}, data=lambda: {"a": Ragged(), "b": Ragged(40, draws=True)}
+    ),
     "4 units": Cell({"same_bits": 4, "evaluate_every_n_steps": "0.5 epochs"}, {"batch_size": 12}),
 }
 INTERRUPTED = Cell(
