@@ -49,7 +49,7 @@ _NEEDED = {"step", "argv", "cwd", "environment", "processes", "machines", "is_la
 DECIDE_STEPS = (
     "accelerator", "callbacks", "clip_grad", "collate_fn", "compile", "data_options", "grad_accumulation_steps",
     "gradient_checkpointing", "limit_batches", "mixed_precision", "overfit_batches", "parallelism",
-    "reload_dataloaders_every_n_epochs", "sampler", "shuffle_train", "sync_batchnorm", "torch_flags",
+    "reload_dataloaders_every_n_epochs", "same_bits", "sampler", "shuffle_train", "sync_batchnorm", "torch_flags",
 )  # fmt: skip
 """Arguments without which a step cannot be made again."""
 

@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without", type=_read_numbers, default=(), metavar="17,23", help="samples to leave out of the step"
     )
+    number = "with same_bits: replay on this many processes; default: as many as the run had"
+    parser.add_argument("--processes", type=from_1, metavar="NUMBER", help=number)
     parser.add_argument("--probe", metavar="FILE.py:NAME", help="a Callback class, or a function of the Trainer")
     parser.add_argument(
         "--export", type=Path, metavar="STEP.pt", help="write batches, weights and gradients of the step"
@@ -42,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         probe=options.probe,
         export=options.export,
         examines=options.top > 0,
+        processes=options.processes,
     )
     if options.probe is not None and found.output.strip():
         print(found.output.rstrip(), end="\n\n")

@@ -70,7 +70,7 @@ def compare_runs(first: Path, second: Path) -> Parting:
         starts = [one[key][0], other[key][0]]
         before, now = one[key][1], other[key][1]
         names = starts[0].get("tensors", [])
-        is_tolerant = is_tolerant or starts[0].get("processes") != starts[1].get("processes")
+        is_tolerant = is_tolerant or not _have_same_bits(*starts)
         if is_tolerant:  # in all later steps too: the weights differ in their last bits
             if _is_close(before.get("loss"), now.get("loss")):
                 continue
@@ -83,6 +83,12 @@ def compare_runs(first: Path, second: Path) -> Parting:
                 len(steps), is_tolerant, key[0], difference, details, _find_causes(*starts), _find_others(*starts)
             )
     return Parting(len(steps), is_tolerant, causes=_find_causes(*starts), others=_find_others(*starts))
+
+
+def _have_same_bits(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether runs add up in the same order: on as many processes, or with as many units of `same_bits`."""
+    units = [start.get("settings", {}).get("same_bits") for start in (first, second)]
+    return first.get("processes") == second.get("processes") or (units[0] is not None and units[0] == units[1])
 
 
 _Steps = dict[tuple[int, int], tuple[dict[str, Any], dict[str, Any]]]

@@ -263,7 +263,8 @@ class Recorder(Feature):
         for window, of_all in zip(windows, zip(*every, strict=False), strict=False):
             orders = dict.fromkeys(str(order) for order, _, _ in of_all)
             samples = " ".join(orders) if orders.keys() != {"None"} else None  # one, unless each has its own data
-            content = xxhash.xxh3_64_hexdigest(" ".join(content for _, content, _ in of_all).encode())
+            contents = sorted(chain.from_iterable(content.split() for _, content, _ in of_all))  # whoever had which
+            content = xxhash.xxh3_64_hexdigest(" ".join(contents).encode())
             pairs = list(chain.from_iterable(pairs for _, _, pairs in of_all))
             if len(pairs) == 1:
                 loss = pairs[0][0]

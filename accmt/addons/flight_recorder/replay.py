@@ -126,6 +126,7 @@ def replay(
     probe: str | None = None,
     export: Path | None = None,
     examines: bool = True,
+    processes: int | None = None,
 ) -> Replay:
     """Make the steps from a checkpoint to `to` again, and compare them with the ledger.
 
@@ -138,6 +139,7 @@ def replay(
             requested optimizer step.
         export: A file for batch, weights and gradients of the first step.
         examines: Whether the samples and layers of the steps are measured.
+        processes: How many processes make them again, if the run had `same_bits`; None: as many as made them.
 
     Raises:
         ArgumentError: They cannot be made again.
@@ -155,6 +157,11 @@ def replay(
         _fail(folder, f"--export {export}", "a file in a folder that exists", f"mkdir -p {export.parent}")
     start = ledger.start_of(next(number for number, line in windows if line["step"] == step))
     start = relocate(start, folder)
+    if processes not in (None, start["processes"]):
+        if not start["settings"].get("same_bits"):
+            got = f"--processes {processes}, of a run on {start['processes']}"
+            _fail(folder, got, "a run with same_bits, or as many processes", "leave --processes out")
+        start = {**start, "processes": processes, "is_launched": True}
     checkpoint = _find_begin(folder, ledger, start, step)
     with tempfile.TemporaryDirectory(prefix="accmt-replay-") as place:
         request = {
@@ -183,8 +190,8 @@ def replay(
             shown = error.read_text() if error.exists() else "\n".join(output.splitlines()[-_LAST_LINES:])
             _fail(folder, f"the program did not reach step {last}:\n{shown}", "a program that repeats the run", _DO)
         again = read_ledger(found[0])
-        if (processes := again.starts()[0]["processes"]) != start["processes"]:
-            _fail(folder, f"{processes} processes", f"{start['processes']}, as recorded", "launch as many")
+        if (started := again.starts()[0]["processes"]) != start["processes"]:
+            _fail(folder, f"{started} processes", f"{start['processes']}, as recorded", "launch as many")
         examined = Path(place, EXAMINED_FILE)
         reports = [StepReport.read(line) for line in examined.read_text().splitlines()] if examined.exists() else []
     begin = f"the checkpoint of {checkpoint.name}" if checkpoint else "the beginning"

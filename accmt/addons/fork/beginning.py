@@ -262,7 +262,7 @@ def _require_repeatable(settings: Settings, parent: Parent, first: int, step: in
     if differing:
         got = f"a run whose settings changed at step {differing[0]}, after the checkpoint of step {first}"
         parent.fail(got, "the same settings from the checkpoint to this step", do)
-    if start["processes"] != num_processes():
+    if start["processes"] != num_processes() and settings.optimization.same_bits is None:
         got = f"{num_processes()} processes; steps {first + 1} to {step} were made by {start['processes']}"
         parent.fail(got, "as many, so that these steps are the same", f"launch as many, or {do}")
     unchanged = getattr(settings.checkpoints.fork, "unchanged", settings)
@@ -280,7 +280,9 @@ def _require_repeatable(settings: Settings, parent: Parent, first: int, step: in
 
 
 def _decide_steps(start: Mapping[str, Any]) -> list[Any]:
-    return [start["hps"], start["processes"], *(start["settings"].get(name) for name in DECIDE_STEPS)]
+    settings = start["settings"]
+    processes = None if settings.get("same_bits") else start["processes"]  # with which they decide nothing
+    return [start["hps"], processes, *(settings.get(name) for name in DECIDE_STEPS)]
 
 
 # ---- The settings of a fork
