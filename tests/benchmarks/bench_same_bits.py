@@ -121,7 +121,7 @@ def measure_in_process(rank: int, options: Options, folder: str, port: int) -> N
             times.append(run(Path(folder), options, options.units if name == "same_bits" else None))
     sums = {
         name: {
-            "all_reduce of torch": time_sum(dist.all_reduce, number, 12),
+            "torch": time_sum(dist.all_reduce, number, 12),
             "same_bits": time_sum(all_reduce, number, 12),
         }
         for name, number in SIZES.items()

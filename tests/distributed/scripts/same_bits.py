@@ -28,7 +28,7 @@ import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Metric, Trainer, read_history
 from accmt.callbacks import Callback
 from accmt.processes import is_main_process
-from tests.toys import InterruptionError
+from tests.toys import InterruptionError, Stream
 
 VOCABULARY, LENGTH, WIDTH, HIDDEN = 31, 7, 6, 33  # an odd width: shards and vector instructions end anywhere
 IGNORED = -100
@@ -80,6 +80,9 @@ class Ragged(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        return (self[index] for index in range(len(self)))
 
 
 def build_network(num_outputs: int = VOCABULARY) -> nn.Module:
@@ -293,6 +296,8 @@ class Cell:
 
 SGD = {"optim": {"type": "SGD", "lr": 0.1, "momentum": 0.9}}
 
+OF_STREAM = {"scheduler": None}  # of which torch would have to know the length
+
 CELLS: dict[str, Cell] = {
     "dropout, ragged targets, clipping": Cell(),
     "no clipping, last batch of one sample": Cell({"clip_grad": None}, SGD, Logging, lambda: Ragged(65)),
@@ -317,6 +322,10 @@ CELLS: dict[str, Cell] = {
     "layers that depend on the batch": Cell(module=lambda: Words(Experts()), engines=("ddp",)),
     "samples and losses that are skipped": Cell(
         {"failures": {"on_bad_sample": "skip", "on_nonfinite": "skip"}}, module=Infinite, data=Unreadable
+    ),
+    "stream": Cell({}, OF_STREAM, data=lambda: Stream([*Ragged()]), validation=lambda: Stream([*Ragged(21)])),
+    "stream read by workers, accumulation of 3 batches": Cell(
+        {"dataloader_num_workers": 2, "grad_accumulation_steps": 3}, OF_STREAM, data=lambda: Stream([*Ragged()])
     ),
     "batch norm": Cell(module=lambda: Words(Normalized())),
     "stream": Cell(hps={"scheduler": None}, data=Sequence),
