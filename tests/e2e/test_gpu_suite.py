@@ -21,6 +21,9 @@ SLOW = (
     "no_step_that_logs",
     "interrupted_run",
     "5000_steps",
+    "no-fsdp",
+    "bf16-ddp",
+    "bf16-fsdp",
 )
 
 
