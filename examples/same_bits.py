@@ -24,6 +24,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train a network on digits with the same bits on any machine.")
     parser.add_argument("--output", type=Path, default=Path("out/same_bits"), help="folder of the saved model")
     parser.add_argument("--until", type=int, default=120, help="the optimizer step at which to stop")
+    parser.add_argument("--limit", type=int, help="use so many images of each part, for a quick try")
     options = parser.parse_args()
     set_seed(0)  # the network starts with random weights
     trainer = Trainer(
@@ -37,7 +38,7 @@ def main() -> None:
         ledger=True,
     )
     module = DigitClassifier()
-    trainer.fit(module, *build_datasets())
+    trainer.fit(module, *build_datasets(options.limit))
     if trainer.is_main:
         content = b"".join(weight.numpy().tobytes() for weight in module.model.state_dict().values())
         digest = hashlib.md5(content, usedforsecurity=False)

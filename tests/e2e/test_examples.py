@@ -397,3 +397,17 @@ def test_the_topics_of_the_mixture_have_the_shares_that_the_file_says(tmp_path: 
         assert read_number(rf"{topic} +([\d.]+)% of the target tokens", printed) == pytest.approx(share, abs=3)
         assert read_number(rf"{topic} .* perplexity ([\d.]+)", printed) > 1
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_weights_have_the_same_digest_on_one_process_and_when_two_resume_it(tmp_path: Path):
+    digest = r"weights at step 12: (\w{32})\n"
+    alone = re.search(digest, run_example("same_bits", "--limit", "96", "--until", "12", "--output", "alone"))
+    run_example("same_bits", "--limit", "96", "--until", "5", "--output", "resumed")
+    arguments = ["--limit", "96", "--until", "12", "--output", "resumed"]
+    printed = torchrun(EXAMPLES / "same_bits.py", *arguments, processes=2)
+    assert "continuing from" in printed
+    resumed = re.search(digest, printed)
+    assert alone is not None
+    assert resumed is not None
+    assert alone[1] == resumed[1]
