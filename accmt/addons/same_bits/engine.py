@@ -97,6 +97,8 @@ class _InUnits(Engine):
                 for group in member.param_groups:
                     if "fused" in group:  # also None, which torch, or a checkpoint of it, may take otherwise
                         group["fused"] = False
+                    if group.get("foreach", False) is None and self.accelerator.device.type == "cuda":
+                        group["foreach"] = True  # torch's default there, but only where `fused` is None
                 vars(member).pop("_step_supports_amp_scaling", None)
 
     def wrap(self, optimizer: Any, *, set_to_none: bool, may_fail: bool = False) -> None:

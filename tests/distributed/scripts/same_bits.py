@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset
 
 import tests.many_runs  # noqa: F401
 from accmt import EMA, AcceleratorModule, Metric, Trainer, read_history
@@ -147,6 +147,15 @@ class Infinite(Words):
         return output
 
 
+class LeavingOut(Words):
+    """Leaves batches out, among them the first."""
+
+    def training_step(self, batch: Any) -> Any:
+        if int(batch[0][0, 0]) % 3 == 0:
+            return None
+        return self.step(batch)
+
+
 class ByPosition(Metric):
     """Depends on the order of the samples."""
 
@@ -231,16 +240,11 @@ class Reading(Words):
     def __init__(self) -> None:
         super().__init__(build_language_model())
 
-    def step(self, batch: Any) -> Any:
+    def training_step(self, batch: Any) -> Any:
         return self.model(**batch).loss
 
-
-class Sequence(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """A stream of the same samples."""
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        samples = Ragged(draws=True)
-        return (samples[index] for index in range(len(samples)))
+    def validation_step(self, batch: Any) -> Any:
+        return {"loss": self.model(**batch).loss, "noise": torch.rand(())}
 
 
 def pad(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -327,8 +331,8 @@ CELLS: dict[str, Cell] = {
     "stream read by workers, accumulation of 3 batches": Cell(
         {"dataloader_num_workers": 2, "grad_accumulation_steps": 3}, OF_STREAM, data=lambda: Stream([*Ragged()])
     ),
+    "batches left out": Cell(module=LeavingOut, engines=("ddp",)),
     "batch norm": Cell(module=lambda: Words(Normalized())),
-    "stream": Cell(hps={"scheduler": None}, data=Sequence),
     "token budget": Cell(
         {"collate_fn": pad, "grad_accumulation_steps": 2}, {"max_tokens": 24}, Reading, Documents, lambda: Documents(21)
     ),
