@@ -65,7 +65,7 @@ class TransformersCallback(Callback):
         """Call `on_init_end` and `on_train_begin`."""
         self._args = _make_arguments(self.trainer)
         self._call("on_init_end")
-        self._control._new_training()
+        self._control.should_training_stop = False
         self._call("on_train_begin")
 
     def on_fit_end(self) -> None:
@@ -75,7 +75,7 @@ class TransformersCallback(Callback):
 
     def on_epoch_start(self) -> None:
         """Call `on_epoch_begin`."""
-        self._control._new_epoch()
+        self._control.should_epoch_stop = False
         self._call("on_epoch_begin")
 
     def on_epoch_end(self) -> None:
@@ -85,7 +85,7 @@ class TransformersCallback(Callback):
     def on_before_training_step(self) -> None:
         """Call `on_step_begin` at the first batch of an optimizer step."""
         if self._num_batches == 0:
-            self._control._new_step()
+            self._control.should_save = self._control.should_evaluate = self._control.should_log = False
             self._call("on_step_begin")
         self._num_batches += 1
 

@@ -75,7 +75,7 @@ def trained(module: Any) -> list[torch.Tensor]:
     return [weight.detach().clone() for weight in module.model.parameters() if weight.requires_grad]
 
 
-def assert_close(one: Any, other: Any, tolerance: float = 2e-8) -> None:
+def assert_close(one: Any, other: Any, tolerance: float = 1e-7) -> None:
     for own, expected in zip(trained(one), trained(other), strict=True):
         torch.testing.assert_close(own, expected, rtol=0, atol=tolerance)
 
