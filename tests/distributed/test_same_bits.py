@@ -81,6 +81,22 @@ def test_a_step_of_two_processes_is_replayed_on_one_and_compared_with_it(tmp_pat
     assert main(["diff", *folders]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stream", "fsdp"])
+def test_samples_of_a_step_have_the_same_numbers_and_gradients_on_two_processes(
+    tmp_path: Path, kind: str, capsys: Any
+) -> None:
+    script = SCRIPTS / "replayed_units.py"
+    subprocess.run([sys.executable, str(script), str(tmp_path), kind], check=True, timeout=200)
+    printed = []
+    for processes in ("1", "2"):
+        folder = str(tmp_path / "logs" / "model" / "run")
+        assert main(["replay", folder, "--step", "2", "--processes", processes, "--top", "16"]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] == printed[1]
+    assert "of 16 samples" in printed[0]
+
+
 def test_a_proof_of_bits_names_what_depends_on_the_process(tmp_path: Path, capsys: Any) -> None:
     script = tmp_path / "train.py"
     wrong = EXAMPLE.read_text().replace("= DigitClassifier()", "= ByProcess()").replace("def main()", BY_PROCESS, 1)

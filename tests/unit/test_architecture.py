@@ -254,6 +254,7 @@ QUESTIONS_LEFT = {
     "addons/replicas.py": 1,
     "addons/tensor_parallel.py": 2,  # an engine itself
     "addons/flight_recorder/checksums.py": 1,
+    "addons/flight_recorder/examiner.py": 1,
     "addons/flight_recorder/recorder.py": 2,
     "saving/weights.py": 3,  # of huggingface_hub: whether weights are in several files
 }

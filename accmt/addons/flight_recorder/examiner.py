@@ -30,10 +30,10 @@ from accmt.data.fetching import Fetched
 from accmt.errors import ArgumentError, DataError, fail
 from accmt.files import dumps, loads
 from accmt.options import Ledger
-from accmt.processes import data_index, gather_from_data, is_main_process
+from accmt.processes import data_index, gather_from_data, is_main_process, num_data_processes
 from accmt.run import EvaluationRun, Run
 from accmt.run.features import Feature
-from accmt.sharded_tensors import make_whole, total_norm
+from accmt.sharded_tensors import is_dtensor, make_whole, total_norm
 
 _EXACT, _REDUCED = 1e-3, 5e-2  # relative errors up to which losses count as equal: float32, and reduced precisions
 _MOST_NAMED = 16
@@ -287,6 +287,8 @@ def measuring(run: Run) -> Iterator[Any]:
             given = given if found is None else found
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
         norm = float(total_norm(gradients)) if gradients else 0.0
+        if any(map(is_dtensor, gradients)):  # with `same_bits`, the sum over processes, which compute the same sample
+            norm *= run.engine.divisor / num_data_processes()
         return _Measured(float(output.loss.detach()), float(size if given is None else given), norm)
 
     logs = module.logs
@@ -474,6 +476,8 @@ def number_samples(
         size = (first_dimension(batch) or 0) if micro_batch.own_samples is None else micro_batch.own_samples
     every = gather_from_data(size)
     first = num_before + sum(every[: data_index()])
+    if micro_batch.unit is not None:  # where the samples of a unit begin: the main process has the first one of a step
+        first = micro_batch.unit - gather_from_data((maker.read or [micro_batch])[0].unit)[0]
     return list(range(first, first + size)), sum(every)
 
 
