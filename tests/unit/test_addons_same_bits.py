@@ -279,6 +279,23 @@ def test_a_run_is_not_resumed_with_other_units_or_threads(units: int, threads: i
         start(same_bits=8)
 
 
+def test_a_run_is_resumed_where_no_number_of_threads_is_set() -> None:
+    """A launcher sets one for each of several processes, a plain command does not."""
+
+    def start(**settings: Any) -> None:
+        own = {"checkpoint_every": "step", "resume": "auto", "same_bits": 8, **settings}
+        make_trainer({"batch_size": 8}, **own).fit(Linear(), make_points(24))
+
+    with environment(OMP_NUM_THREADS="1"), pytest.raises(InterruptionError):
+        start(callbacks=[InterruptAt(1)])
+    torch.set_num_threads(2)
+    try:
+        with environment(OMP_NUM_THREADS=None):
+            start()
+    finally:
+        torch.set_num_threads(1)
+
+
 @contextmanager
 def environment(**variables: str | None) -> Iterator[None]:
     """Set variables, or delete them."""

@@ -48,9 +48,8 @@ class SameBits(Feature):
     @contextmanager
     def during(self) -> Iterator[None]:
         threads, is_deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
-        # A launcher of several processes gives each of them one thread, and a sum in several threads has another order.
-        if self._run.device.type == "cpu" and _THREADS not in os.environ:
-            torch.set_num_threads(1)
+        if (number := _threads_on(self._run.device)) is not None:
+            torch.set_num_threads(number)
         if self._run.device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS is used first
             torch.use_deterministic_algorithms(mode=True)
@@ -110,9 +109,18 @@ class SameBits(Feature):
     def _facts(self) -> dict[str, Any]:
         device = self._run.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        # Only what a CPU computes is divided among threads.
-        threads = torch.get_num_threads() if device.type == "cpu" else None
-        return {"threads": threads, "device": name, "torch": str(torch.__version__)}
+        return {"threads": _threads_on(device), "device": name, "torch": str(torch.__version__)}
+
+
+def _threads_on(device: torch.device) -> int | None:
+    """Return the threads of a run, also before it begins; None on a GPU, which does not divide its work among them.
+
+    A launcher gives each of several processes one thread, and a sum in several threads has another order. So a process
+    that was started without one has one thread, too.
+    """
+    if device.type != "cpu":
+        return None
+    return torch.get_num_threads() if _THREADS in os.environ else 1
 
 
 def _check_numbers(number: int, batch_size: int) -> None:
