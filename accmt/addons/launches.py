@@ -62,7 +62,6 @@ class LaunchRecord(Feature):
     def __init__(self, run: Run) -> None:
         self._run = run
         self._step = 0
-        self._is_written = False
 
     @classmethod
     def for_run(cls, run: EvaluationRun) -> LaunchRecord | None:
@@ -74,19 +73,17 @@ class LaunchRecord(Feature):
 
     def after_row(self, row: Mapping[str, float]) -> None:
         """Write the line with the first row; before, there is nothing to make again."""
-        self._run.features.drop(self.after_row)
-        self.before_use()
+        self._write()
 
     def before_use(self) -> None:
-        """Write the line before the first evaluation or checkpoint, if there was no row.
+        """Write the line before the first evaluation or checkpoint, if there was no row."""
+        self._write()
 
-        A disk that is full or read-only causes a warning.
-        """
+    def _write(self) -> None:
+        """Write the line, once; a disk that is full or read-only causes a warning."""
         run = self._run
+        run.features.drop(self.after_row)
         run.features.drop(self.before_use)
-        if self._is_written:
-            return
-        self._is_written = True
         if not is_main_process():
             return
         path = current_folder() / run.tracking.run_folder / LAUNCHES_FILE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any
@@ -14,8 +15,6 @@ from accmt.messages import warn_once
 from accmt.processes import is_main_process
 from accmt.registry import addon
 
-_BASE = "TrainerCallback"
-
 
 def adapt_callback(callback: Any) -> Callback:
     """Return a callback of accmt that works like another trainer's.
@@ -24,7 +23,8 @@ def adapt_callback(callback: Any) -> Callback:
         ModuleContractError: There is none; the message says what to write instead.
     """
     advice: str | None = addon("hint_for_callback")(callback)
-    if advice is None and any(kind.__name__ == _BASE for kind in type(callback).__mro__):
+    transformers = sys.modules.get("transformers.trainer_callback")  # not imported, it made no callback
+    if advice is None and transformers is not None and isinstance(callback, transformers.TrainerCallback):
         return TransformersCallback(callback)
     expected = "an accmt.Callback, a TrainerCallback of transformers, or a list of them"
     do = advice or "callbacks=MyCallback(), with class MyCallback(Callback): ..."
@@ -155,6 +155,8 @@ class TransformersCallback(Callback):
         if control.should_log:
             log_row(run)
         if control.should_evaluate and run.val_loaders:
+            for before_use in run.features.before_use:
+                before_use()
             evaluate_and_count(run)
         if control.should_save:
             self.trainer.save_checkpoint()

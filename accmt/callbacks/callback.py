@@ -325,10 +325,10 @@ def build_callbacks(value: Any) -> list[Any]:
         if isinstance(callback, type):  # the parentheses are missing: its methods would be called without `self`
             got, do = f"the class {callback.__name__}", f"callbacks={callback.__name__}()"
             raise fail(ModuleContractError, "Trainer(callbacks=...)", got=got, expected="an instance", do=do)
-        if isinstance(callback, Callback):
-            callbacks.append(callback)
-        else:
+        adapted = callback
+        if not isinstance(callback, Callback):
             from accmt.registry import addon
 
-            callbacks.append(addon("adapt_callback")(callback))
+            adapted = addon("adapt_callback")(callback)
+        callbacks.append(adapted)
     return callbacks

@@ -103,11 +103,6 @@ class MicroBatch:
         return derive_seed(seed, purpose, *epoch, *place)
 
     @property
-    def is_unread(self) -> bool:
-        """Whether this process has no batch because none of its samples could be read."""
-        return self.batch is None and bool(self.bad)
-
-    @property
     def places(self) -> list[tuple[int, int]] | None:
         """Where its samples were read; None if they are still in that order."""
         if self.cut is None:

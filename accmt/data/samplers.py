@@ -128,11 +128,8 @@ class Plan:
 
     def count(self, first: int) -> int:
         """Return the number of micro-batches from `first` on of which this process gets a part."""
-        number = self.num_micro_batches - first
-        # It may have no part of the last one.
-        if number > 0 and not self.local_indices(self.num_micro_batches - 1):
-            number -= 1
-        return number
+        last = self.num_micro_batches - 1  # of which it may have none
+        return max(0, last - first + bool(self.local_indices(last)))
 
 
 T = TypeVar("T")

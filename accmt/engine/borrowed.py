@@ -123,9 +123,10 @@ def gather_with_gradients(rows: Tensor) -> tuple[Tensor, int]:
         got, expected = "a tensor of shape []", "rows: [samples, ...]"
         do = "pass the features of the batch"
         raise fail(ArgumentError, "gather_with_gradients", got=got, expected=expected, do=do)
+    # A contrastive loss would be over as many rows as there are processes: other gradients, and no error.
     if _why_apart:
-        do = "compute the loss of each unit by itself, or leave the argument out"
-        raise fail(ArgumentError, "gather_with_gradients", got=_why_apart, expected="rows of a whole batch", do=do)
+        expected, do = "processes with whole batches", "use the rows of each unit alone, or leave the argument out"
+        raise fail(ArgumentError, "gather_with_gradients", got=_why_apart, expected=expected, do=do)
     if num_processes() == 1:
         return rows, 0
     # Without this, each row would be gathered once per process that shares its batch.

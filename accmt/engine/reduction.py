@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import chain
 from typing import Any, TypeGuard
@@ -89,17 +89,24 @@ def average_gradients(parameters: Sequence[nn.Parameter]) -> None:
                 gradient = gradient.to_dense()
             parameter.grad = gradient
             dense.append(parameter.grad)
-    for bucket in buckets_of(dense):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-        dist.all_reduce(flat)
-        flat.div_(num_processes())
-        parts = torch.split(flat, [gradient.numel() for gradient in bucket])
-        for part, gradient in zip(parts, bucket, strict=True):
-            gradient.copy_(part.view_as(gradient))
+    reduce_together(dense, _average)
 
 
-def buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield tensors in groups of one type, which are sent together."""
+def _average(flat: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(flat)
+    return flat.div_(num_processes())
+
+
+def reduce_together(tensors: Iterable[torch.Tensor], reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace the values of tensors by what a function returns for vectors of many of them, which are sent together."""
+    for bucket in _buckets_of(tensors):
+        flat = reduce(torch.cat([tensor.reshape(-1) for tensor in bucket]))
+        parts = torch.split(flat, [tensor.numel() for tensor in bucket])
+        for part, tensor in zip(parts, bucket, strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+
+def _buckets_of(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     size = 0
     for gradient in gradients:

@@ -211,10 +211,7 @@ def find_sampler(module: AcceleratorModule, data: Any, settings: Settings, *, se
     A dataset with a method `order_run`, such as a curriculum or a mixture, defines the order of the whole run.
     """
     if hasattr(data, "order_run"):
-        num_shards = 1  # with `same_bits`, a batch is that of all processes
-        if settings.optimization.same_bits is None:
-            num_shards = _shard(settings.data).count
-        return data.order_run(module, settings, num_shards=num_shards, seed=seed)
+        return data.order_run(module, settings, num_shards=_shard(settings.data).count, seed=seed)
     if not _groups_by_length(data, settings) or is_stream(data):
         return settings.data.sampler_of("train")
     return addon("group_dataset")(

@@ -302,7 +302,8 @@ class SetPass:
                 taken = self._take(micro_batch)
                 self._run.state.count_validation_batch(micro_batch.num_finished)
                 self.after_batch(taken)
-                if counts_unread or not micro_batch.is_unread:
+                # Not those of which no sample could be read.
+                if counts_unread or micro_batch.batch is not None or not micro_batch.bad:
                     num_batches += micro_batch.num_finished
                 if max_batches is not None and num_batches >= max_batches:
                     break

@@ -136,9 +136,7 @@ class AutomaticSteps:
         self._data_index = data_index()
         self._no_sync = engine.no_sync
         self._begins_windows = type(engine).begin_window is not Engine.begin_window
-        self._end_micro_batch = None
-        if type(engine).end_micro_batch is not Engine.end_micro_batch:
-            self._end_micro_batch = engine.end_micro_batch
+        self._ends_micro_batches = type(engine).end_micro_batch is not Engine.end_micro_batch
         self._train_unit = self._try_batch if run.features.recovers_from else self._train_batch
         self._is_on_device = run.device.type != "cpu"
         self._needs_context = is_reduced(run.accelerator) or not self._is_alone
@@ -189,8 +187,8 @@ class AutomaticSteps:
             else:
                 with self._no_sync():  # the last micro-batch of the window reduces all gradients
                     self._train_unit(window, micro_batch)
-            if self._end_micro_batch is not None:
-                self._end_micro_batch(micro_batch)
+            if self._ends_micro_batches:
+                self._engine.end_micro_batch(micro_batch)
             state.count_batch(micro_batch.num_finished)
         if window.is_skipped:  # counts as one without an optimizer step
             samples, made_step = run.weighting.close(window)[1], False

@@ -272,10 +272,9 @@ class LoggedValues:
 
     def without_values(self) -> LoggedValues:
         """Return a copy for the same sums, which are empty."""
-        empty = LoggedValues()
-        if self._attached is not None:
-            empty._attached = self._attached.copy()
-            empty._attached.take()
+        empty = self.copy()
+        empty.take()
+        empty._states_of_attached = []
         return empty
 
     def state_dict(self) -> dict[str, Any]:

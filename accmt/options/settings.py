@@ -116,6 +116,10 @@ class Settings:
         values = [getattr(owner, argument, None) for owner in owners]
         return any(value is not None and value is not False for value in values)
 
+    def samples_per_batch(self, num_parts: int) -> int:
+        """Return the samples of a full batch over all processes."""
+        return self.hps.train_batch_size * (1 if self.optimization.same_bits else num_parts)
+
     def samples_per_step(self, num_parts: int, epoch: int = 0) -> int | None:
         """Return the samples of a full optimizer step of an epoch; None if a window maker decides.
 
@@ -124,9 +128,7 @@ class Settings:
             epoch: The epoch, from 0.
         """
         batches = self.optimization.accumulation_at(epoch)
-        if self.optimization.same_bits is not None:  # a batch is that of all processes
-            num_parts = 1
-        return None if batches is None else self.hps.train_batch_size * batches * num_parts
+        return None if batches is None else self.samples_per_batch(num_parts) * batches
 
     def from_home(self, path: str | PathLike[str]) -> Path:
         """Return a path unchanged while `home` is the working folder, and an absolute one otherwise."""

@@ -121,9 +121,7 @@ class Weighting:
         """
         numbers = (float(weight or 0.0), float(weight is not None), float(is_explicit))
         weights, has_batch, explicit = zip(*gather_numbers(numbers), strict=True)
-        self.is_explicit = None
-        if any(has_batch):  # otherwise, the next batch decides
-            self.is_explicit = any(explicit)
+        self.is_explicit = any(explicit) if any(has_batch) else None  # then the next batch decides
         # A power of two: gradients do not depend on which process had the first batch, because it rounds nothing.
         first = next(filter(None, weights), 1.0)
         self.reference = 2.0 ** round(math.log2(first))
@@ -156,9 +154,9 @@ class Weighting:
         if window.known_samples is not None and self.uses_plan(window):
             return float(window.known_samples > 0), window.known_samples
         weights = window.own_weights
-        total, *counts = sum_exactly(weights, [len(weights)], [window.own_samples], [window.skipped_batches])
-        batches, samples, skipped = map(int, counts)
-        window.skipped_batches, window.total_weight = skipped, total
+        sums = sum_exactly(weights, [len(weights)], [window.own_samples], [window.skipped_batches])
+        total, batches, samples, window.skipped_batches = sums[0], *map(int, sums[1:])
+        window.total_weight = total
         # A window in which every target is masked: dividing by it would make all weights NaN.
         if total <= 0:
             return 0.0, samples

@@ -84,6 +84,7 @@ def test_adding_does_not_wait_for_the_device():
     weighted_sum = WeightedSum()
     for _ in range(2 * COMPACT_AT):  # a meta tensor has no value that could be read
         weighted_sum.add(torch.empty((), device="meta"), torch.empty((), device="meta"))
+    assert len(weighted_sum._values) == 2 * COMPACT_AT
 
 
 @pytest.mark.parametrize(

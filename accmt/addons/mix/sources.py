@@ -140,7 +140,7 @@ class Mixture(ConcatDataset[Any]):
             shuffle=settings.data.shuffle_train,
             permute=methods_of(dict(zip(self.names, self.datasets, strict=True)), "shuffle_rows"),
             cut=EpochCut(
-                settings.hps.train_batch_size * num_shards,
+                settings.samples_per_batch(num_shards),
                 settings.data.limits.train,
                 settings.data.data_options.drop_last,
                 bool(settings.data.overfit_batches),

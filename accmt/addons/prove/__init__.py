@@ -24,6 +24,7 @@ from accmt.addons.prove.launches import (
     Launch,
     Outcome,
     Subject,
+    is_compared,
     run_forked,
     run_launch,
     train_as,
@@ -234,7 +235,7 @@ class _Comparison:
         for step, values in reference.values.items():
             for name, number in values.items():
                 own = outcome.values.get(step, {}).get(name)
-                if own is not None and name not in of_evaluation and _is_compared(name):
+                if own is not None and name not in of_evaluation and is_compared(name):
                     value = max(value, relative_error(own, number))
                     if relative_error(own, number) > max(_METRIC, outcome.tolerance) and not first:
                         first = f"{name} at step {step}: {own:.6g} instead of {number:.6g}"
@@ -298,10 +299,6 @@ class _Comparison:
         reference = run_launch(self._subject, replace(REFERENCE, **changes), variant)
         outcome = run_launch(self._subject, replace(launch, **changes), variant)
         return bool(reference.error or outcome.error or outcome.first or outcome.first_weight)
-
-
-def _is_compared(name: str) -> bool:
-    return not any(word in name for word in ("second", "time", "padding", "memory"))
 
 
 def _cause_of_error(outcome: Outcome) -> Cause:

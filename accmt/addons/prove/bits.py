@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accmt.addons.digests import digest
-from accmt.addons.prove.launches import Launch, Subject, run_forked, train_as
+from accmt.addons.prove.launches import Launch, Subject, is_compared, run_forked, train_as
 from accmt.callbacks import Callback
 from accmt.messages import say
 from accmt.options.optimizer_and_scheduler_arguments import state_of
@@ -147,7 +147,4 @@ class _Watching(Callback):
         self.bits.states[step] = states
 
     def on_log(self, values: Mapping[str, float]) -> None:
-        of_clock = ("second", "time", "memory", "throughput")
-        self.bits.values.append(
-            {name: value for name, value in values.items() if not any(word in name for word in of_clock)}
-        )
+        self.bits.values.append({name: value for name, value in values.items() if is_compared(name)})

@@ -345,6 +345,11 @@ def _arguments(subject: Subject, launch: Launch) -> dict[str, Any]:
     }
 
 
+def is_compared(name: str) -> bool:
+    """Return whether a logged value is a result, not a time or a size."""
+    return not any(word in name for word in ("second", "time", "throughput", "padding", "memory"))
+
+
 class Observer(Callback):
     """Measures a launch; after each step it sets the weights of the reference, so that errors do not add up."""
 

@@ -16,7 +16,7 @@ from accmt.addons.same_bits.units import ByUnits, Layout, unit_plan
 from accmt.data import MicroBatch, SourceOptions
 from accmt.data.windows import WindowMaker
 from accmt.engine.base import Engine
-from accmt.engine.reduction import buckets_of
+from accmt.engine.reduction import reduce_together
 from accmt.engine.sharded import Sharded
 from accmt.engine.sync_batchnorm import is_batch_norm
 from accmt.errors import ArgumentError, fail
@@ -129,62 +129,53 @@ class _InUnits(Engine):
             gradients.append(parameter.grad)
             parameter.grad = None
         statistics = self._take_statistics(is_counted=micro_batch.batch is not None)
-        if self._is_sharded:  # which adds up gradients over the processes after each round
-            statistics = self._reduce(self._statistics, statistics)
-        self._units.add(gradients + statistics)
+        has_others = num_processes() > 1
+        if self._is_sharded and has_others:  # FSDP2 adds up gradients over the processes after each round
+            reduce_together(statistics, all_reduce)
+        self._units.add([*gradients, *statistics])
         if not micro_batch.ends_batch:
             return
         total = self._units.take() or []
-        if not self._is_sharded:
-            total = self._reduce([*self._parameters, *self._statistics], total)
+        if has_others and not self._is_sharded:
+            self._add_missing(total)
+            reduce_together([addend for addend in total if addend is not None], all_reduce)
         self._batches = total if self._batches is None else add_up(self._batches, total)
 
     def reduce_gradients(self, parameters: Sequence[nn.Parameter] | None = None) -> None:
-        gradients = [] if self._batches is None else self._batches
-        for parameter, gradient in zip(self._parameters, gradients, strict=False):
+        sums = self._batches or []
+        for parameter, gradient in zip(self._parameters, sums, strict=False):
             # With 0 added, because x + 0 is not -0: a process without units has added zeros.
             parameter.grad = None if gradient is None else gradient.add_(0.0)
-        *sums, number = gradients[len(self._parameters) :] or [None]
-        for statistic, total in zip(self._statistics, sums, strict=False):
-            if total is not None and number is not None:
-                statistic.copy_(total / number)
+        if self._statistics and sums and sums[-1]:  # the number of units: none if no sample could be read
+            for statistic, total in zip(self._statistics, sums[len(self._parameters) :], strict=False):
+                statistic.copy_(total / sums[-1])  # type: ignore[operator, arg-type]  # only gradients may be None
         self._units, self._batches = UnitSum(), None
 
-    def _take_statistics(self, *, is_counted: bool) -> Gradients:
-        """Return the statistics after a unit, and the number of units: 1; and let the next unit begin as this one."""
+    def _take_statistics(self, *, is_counted: bool) -> list[torch.Tensor]:
+        """Return the statistics after a unit, and the number of units; and let the next unit begin as this one.
+
+        Args:
+            is_counted: Whether the unit is this process's, not borrowed: otherwise, all are 0.
+        """
         if not self._statistics:
             return []
-        taken: Gradients = []
+        taken = [statistic.double() for statistic in self._statistics]
+        taken.append(torch.ones_like(taken[0].sum()))
         for statistic, before in zip(self._statistics, self._statistics_before, strict=True):
-            taken.append(statistic.double() if is_counted else None)
             statistic.copy_(before)
-        one = self._statistics[0].new_ones((), dtype=torch.float64)
-        return [*taken, one if is_counted else None]
+        return taken if is_counted else list(map(torch.zeros_like, taken))
 
-    def _reduce(self, like: Sequence[torch.Tensor], sums: Gradients) -> Gradients:
-        """Return sums over all processes; one that has no addend anywhere stays None.
+    def _add_missing(self, sums: Gradients) -> None:
+        """Set zeros for gradients that only other processes have; one that no process has stays None.
 
         Processes: collective.
         """
-        if num_processes() == 1 or not sums:
-            return sums
-        device = like[0].device
-        has_addend = torch.tensor([float(addend is not None) for addend in sums], device=device)
-        dist.all_reduce(has_addend, op=dist.ReduceOp.MAX)
-        shapes = [*(tensor.shape for tensor in like), torch.Size()]  # the last is the number of units
-        reduced: Gradients = []
-        for index, addend in enumerate(sums):
-            if addend is None and has_addend[index]:
-                is_gradient = index < len(self._parameters) and not self._is_sharded
-                dtype = self._parameters[index].dtype if is_gradient else torch.float64
-                addend = torch.zeros(shapes[index], dtype=dtype, device=device)
-            reduced.append(addend)
-        for bucket in buckets_of([addend for addend in reduced if addend is not None]):
-            flat = all_reduce(torch.cat([addend.reshape(-1) for addend in bucket]))
-            parts = torch.split(flat, [addend.numel() for addend in bucket])
-            for part, addend in zip(parts, bucket, strict=True):
-                addend.copy_(part.view_as(addend))
-        return reduced
+        device = self._parameters[0].device
+        has_gradient = torch.tensor([float(addend is not None) for addend in sums], device=device)
+        dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX)
+        for index, parameter in enumerate(self._parameters):
+            if sums[index] is None and has_gradient[index]:
+                sums[index] = torch.zeros_like(parameter)
 
 
 def _require_one_dimension(part: nn.Module) -> None:
