@@ -56,37 +56,12 @@ ARGUMENTS: dict[str, tuple[Any, str]] = {
     "batch_device_placement": (False, 'data_options={"device_placement"'),
 }
 SAME_ARGUMENTS = [
-    "hps_config",
-    "model_path",
-    "track_name",
-    "resume",
-    "patience",
-    "evaluate_every_n_steps",
-    "checkpoint_every",
-    "logging_dir",
-    "log_with",
-    "log_every",
-    "grad_accumulation_steps",
-    "gradient_checkpointing",
-    "clip_grad",
-    "set_to_none",
-    "shuffle_train",
-    "sampler",
-    "collate_fn",
-    "max_shard_size",
-    "safe_serialization",
-    "compile",
-    "train_loss_metric_name",
-    "val_loss_metric_name",
-    "dataloader_pin_memory",
-    "dataloader_num_workers",
-    "eval_when_finish",
-    "eval_when_start",
-    "monitor",
-    "metrics",
-    "callback",
-    "inference_mode",
-]
+    "hps_config", "model_path", "track_name", "resume", "patience", "evaluate_every_n_steps", "checkpoint_every",
+    "logging_dir", "log_with", "log_every", "grad_accumulation_steps", "gradient_checkpointing", "clip_grad",
+    "set_to_none", "shuffle_train", "sampler", "collate_fn", "max_shard_size", "safe_serialization", "compile",
+    "train_loss_metric_name", "val_loss_metric_name", "dataloader_pin_memory", "dataloader_num_workers",
+    "eval_when_finish", "eval_when_start", "monitor", "metrics", "callback", "inference_mode",
+]  # fmt: skip
 OF_MODULE = {
     "pad": "pad_sequence",
     "register": "accmt.ChainedOptimizer",
@@ -106,37 +81,15 @@ OVERRIDES = {
     "compile": "compile={",
 }
 SAME_OF_MODULE = [
-    "forward",
-    "training_step",
-    "validation_step",
-    "test_step",
-    "get_optimizer",
-    "get_scheduler",
-    "get_train_dataloader",
-    "get_validation_dataloader",
-    "log",
-    "from_hf",
-    "collate_fn",
-    "collate_fn_train",
+    "forward", "training_step", "validation_step", "test_step", "get_optimizer", "get_scheduler",
+    "get_train_dataloader", "get_validation_dataloader", "log", "from_hf", "collate_fn", "collate_fn_train",
     "collate_fn_val",
-]
+]  # fmt: skip
 SAME_NAMES = [
-    "AcceleratorModule",
-    "Callback",
-    "ExtendedAcceleratorModule",
-    "HyperParameters",
-    "Monitor",
-    "Optimizer",
-    "Scheduler",
-    "Trainer",
-    "accelerator",
-    "allow_tf32",
-    "on_last_process",
-    "on_local_main_process",
-    "on_local_process",
-    "on_main_process",
-    "on_process",
-]
+    "AcceleratorModule", "Callback", "ExtendedAcceleratorModule", "HyperParameters", "Monitor", "Optimizer",
+    "Scheduler", "Trainer", "accelerator", "allow_tf32", "on_last_process", "on_local_main_process",
+    "on_local_process", "on_main_process", "on_process",
+]  # fmt: skip
 SAME_UTILITIES = ("dist_breakpoint", "iterbatch", "set_seed")
 
 
