@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from accmt.addons.prefer.distillation import DistillationModule as DistillationModule
     from accmt.addons.prefer.module import PreferenceModule as PreferenceModule
     from accmt.addons.prefer.reward import RewardModule as RewardModule
+    from accmt.addons.process_tools import dist_breakpoint as dist_breakpoint
+    from accmt.addons.process_tools import iterbatch as iterbatch
+    from accmt.addons.process_tools import on_local_process as on_local_process
+    from accmt.addons.process_tools import on_process as on_process
     from accmt.addons.readers.rows import read_files as read_files
     from accmt.addons.sft.module import SFTModule as SFTModule
     from accmt.addons.swa import SWA as SWA
@@ -102,7 +106,7 @@ if TYPE_CHECKING:
     from accmt.options.tracking import Ledger as Ledger
     from accmt.options.tracking import Monitor as Monitor
     from accmt.options.tracking import TrackerOptions as TrackerOptions
-    from accmt.precision import allow_tf32 as allow_tf32
+    from accmt.precisions import allow_tf32 as allow_tf32
     from accmt.processes import on_last_process as on_last_process
     from accmt.processes import on_local_main_process as on_local_main_process
     from accmt.processes import on_main_process as on_main_process
@@ -111,19 +115,44 @@ if TYPE_CHECKING:
     from accmt.tracking import read_history as read_history
     from accmt.trainer import Trainer as Trainer
 
+_ERRORS = (
+    "AccmtError",
+    "ArgumentError",
+    "ArgumentFileError",
+    "CallbackNotFoundError",
+    "CheckpointCorruptError",
+    "CheckpointError",
+    "CombinedError",
+    "DataError",
+    "DeviceError",
+    "HyperParameterError",
+    "HyperParameterFileError",
+    "HyperParameterTypeError",
+    "MetricError",
+    "MissingArgumentError",
+    "MissingPackageError",
+    "ModuleContractError",
+    "NoCheckpointError",
+    "NonFiniteError",
+    "PackageConflictError",
+    "Preempted",
+    "ProcessFailedError",
+    "ReplicasDifferError",
+    "SavingError",
+    "StepDiffersError",
+    "StoreError",
+    "TrackerError",
+    "UnknownArgumentError",
+    "WeightsError",
+)
 _HOMES = {
+    **dict.fromkeys(_ERRORS, "accmt.errors"),
     "AUROC": "accmt.addons.prediction_metrics",
     "AcceleratorModule": "accmt.module",
-    "AccmtError": "accmt.errors",
     "Accuracy": "accmt.metrics",
     "Aim": "accmt.addons.trackers.aim",
-    "ArgumentError": "accmt.errors",
-    "ArgumentFileError": "accmt.errors",
     "BestModels": "accmt.addons.best_models",
     "Callback": "accmt.callbacks",
-    "CallbackNotFoundError": "accmt.errors",
-    "CheckpointCorruptError": "accmt.errors",
-    "CheckpointError": "accmt.errors",
     "ChainedOptimizer": "accmt.optimization",
     "CheckpointOptions": "accmt.options.saving",
     "Checkpointer": "accmt.options.saving",
@@ -131,50 +160,31 @@ _HOMES = {
     "Clipping": "accmt.options.optimization",
     "CometML": "accmt.addons.trackers.comet_ml",
     "DVCLive": "accmt.addons.trackers.dvclive",
-    "DataError": "accmt.errors",
     "DataOptions": "accmt.options.data",
-    "Ledger": "accmt.options.tracking",
-    "DeviceError": "accmt.errors",
     "DistillationModule": "accmt.addons.prefer.distillation",
     "EMA": "accmt.addons.averaging",
-    "SWA": "accmt.addons.swa",
-    "Sweep": "accmt.addons.sweep.worker",
     "ExtendedAcceleratorModule": "accmt.module",
     "F1": "accmt.addons.prediction_metrics",
     "Failures": "accmt.options.failures",
     "Handler": "accmt.options.failures",
-    "HyperParameterError": "accmt.errors",
-    "HyperParameterFileError": "accmt.errors",
-    "HyperParameterTypeError": "accmt.errors",
     "HyperParameters": "accmt.options",
     "LambdaCallback": "accmt.callbacks",
+    "Ledger": "accmt.options.tracking",
     "Limits": "accmt.options.data",
     "MAE": "accmt.addons.prediction_metrics",
     "MLFlow": "accmt.addons.trackers.mlflow",
     "MSE": "accmt.addons.prediction_metrics",
     "MainProcessCallback": "accmt.callbacks",
     "Metric": "accmt.metrics",
-    "MetricError": "accmt.errors",
     "MetricOptions": "accmt.options.evaluation",
-    "MissingArgumentError": "accmt.errors",
-    "MissingPackageError": "accmt.errors",
-    "ModuleContractError": "accmt.errors",
     "Monitor": "accmt.options.tracking",
-    "NoCheckpointError": "accmt.errors",
-    "NonFiniteError": "accmt.errors",
     "Optimizer": "accmt.options",
     "OutputCollector": "accmt.addons.outputs",
-    "PackageConflictError": "accmt.errors",
     "ParallelismOptions": "accmt.options.running",
     "PatienceOptions": "accmt.options.saving",
     "Perplexity": "accmt.addons.prediction_metrics",
     "Precision": "accmt.addons.prediction_metrics",
-    "Preempted": "accmt.errors",
     "PreferenceModule": "accmt.addons.prefer.module",
-    "ProcessFailedError": "accmt.errors",
-    "ReplicasDifferError": "accmt.errors",
-    "StepDiffersError": "accmt.errors",
-    "StoreError": "accmt.errors",
     "PushToHub": "accmt.addons.hub",
     "R2": "accmt.addons.prediction_metrics",
     "RMSE": "accmt.addons.prediction_metrics",
@@ -183,30 +193,31 @@ _HOMES = {
     "Recall": "accmt.addons.prediction_metrics",
     "RewardModule": "accmt.addons.prefer.reward",
     "SFTModule": "accmt.addons.sft.module",
+    "SWA": "accmt.addons.swa",
     "Scheduler": "accmt.options",
-    "SavingError": "accmt.errors",
-    "CombinedError": "accmt.errors",
     "StepsCurriculum": "accmt.addons.curricula",
     "SwanLab": "accmt.addons.trackers.swanlab",
+    "Sweep": "accmt.addons.sweep.worker",
     "TemperatureSampler": "accmt.addons.temperature",
     "TensorBoard": "accmt.addons.trackers.tensorboard",
     "TorchFlags": "accmt.options.running",
-    "TrackerError": "accmt.errors",
     "TrackerOptions": "accmt.options.tracking",
     "Trackio": "accmt.addons.trackers.trackio",
     "Trainer": "accmt.trainer",
     "TrainingState": "accmt.state",
-    "UnknownArgumentError": "accmt.errors",
     "WandB": "accmt.addons.trackers.wandb",
-    "WeightsError": "accmt.errors",
-    "allow_tf32": "accmt.precision",
+    "allow_tf32": "accmt.precisions",
     "create_optimizer": "accmt.setup.model",
+    "dist_breakpoint": "accmt.addons.process_tools",
     "gather_on_cpu": "accmt.addons.outputs",
     "gather_with_gradients": "accmt.engine.borrowed",
+    "iterbatch": "accmt.addons.process_tools",
     "merge_adapter": "accmt.addons.merging",
     "on_last_process": "accmt.processes",
     "on_local_main_process": "accmt.processes",
+    "on_local_process": "accmt.addons.process_tools",
     "on_main_process": "accmt.processes",
+    "on_process": "accmt.addons.process_tools",
     "read_files": "accmt.addons.readers.rows",
     "read_history": "accmt.tracking",
     "set_seed": "accmt.data",
@@ -225,12 +236,10 @@ def __getattr__(name: str) -> Any:
         return current_accelerator()
     if name == "seed_everything":
         name = "set_seed"
-    if name == "Evaluator":  # in the original accmt
-        message = "accmt has no Evaluator: use Trainer(...).validate(module, data) or .test(module, data)"
-        raise ImportError(message)
     if name not in _HOMES:
-        message = f"module {__name__!r} has no attribute {name!r}"
-        raise AttributeError(message)
+        from accmt.registry import addon
+
+        raise addon("missing_name")(name)
     if _HOMES[name] != "accmt.errors":
         from accmt.libraries.versions import require
 

@@ -472,20 +472,22 @@ def on_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
         >>> name()
         'main'
     """
-    return _run_where(function, lambda: _launched_rank() == 0)
+    return run_where(function, lambda: launched_rank() == 0)
 
 
 def on_local_main_process(function: Callable[P, T]) -> Callable[P, T | None]:
     """Run a function only on the first process of each machine; otherwise like `on_main_process`."""
-    return _run_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
+    return run_where(function, lambda: int(os.environ.get("LOCAL_RANK", 0)) == 0)
 
 
 def on_last_process(function: Callable[P, T]) -> Callable[P, T | None]:
     """Run a function only on the last process; otherwise like `on_main_process`."""
-    return _run_where(function, lambda: _launched_rank() == _num_launched() - 1)
+    return run_where(function, lambda: launched_rank() == _num_launched() - 1)
 
 
-def _run_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callable[P, T | None]:
+def run_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callable[P, T | None]:
+    """Run a function only where a condition holds; elsewhere it returns None."""
+
     @wraps(function)
     def act(*args: P.args, **kwargs: P.kwargs) -> T | None:
         return function(*args, **kwargs) if is_here() else None
@@ -493,7 +495,8 @@ def _run_where(function: Callable[P, T], is_here: Callable[[], bool]) -> Callabl
     return act
 
 
-def _launched_rank() -> int:
+def launched_rank() -> int:
+    """Return the rank of this process, even before there is a process group."""
     return dist.get_rank() if _has_group() else int(os.environ.get("RANK", 0))
 
 

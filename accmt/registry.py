@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 MONITORED_VALUES = "accmt.monitored_values"
 
@@ -99,15 +99,20 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_log": "accmt.addons.hints.methods:find_log_keyword",
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
+        "hint_for_option": "accmt.addons.hints.original:find_option",
+        "reject_former_attribute": "accmt.addons.hints.original:reject_former_attribute",
+        "reject_metric_keywords": "accmt.addons.hints.original:reject_metric_keywords",
+        "read_parallelism": "accmt.addons.parallelism_argument:read_parallelism",
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
         "in_units": "accmt.addons.same_bits.engine:in_units",
         "load_adapters": "accmt.addons.peft_adapters:load_adapters",
         "make_largest_batch": "accmt.addons.largest_batch:make_largest_batch",
+        "missing_name": "accmt.addons.hints.original:missing_name",
         "media_log": "accmt.addons.media:MediaLog",
         "mix_sources": "accmt.addons.mix.sources:mix_sources",
         "monitor": "accmt.addons.monitor:build_monitor",
         "notebook_curve": "accmt.addons.notebook:NotebookView",
-        "other_hook_names": "accmt.compat:HOOK_NAMES",
+        "other_hook_names": "accmt.addons.hints.other_names:HOOK_NAMES",
         "overlay_flags": "accmt.addons.hps_flags:overlay",
         "printing_resume_hint": "accmt.addons.resume_hint:printing_resume_hint",
         "profiler": "accmt.addons.profilers:build_profiler",
@@ -268,3 +273,14 @@ def added_features(is_set: Callable[[str], bool]) -> list[Any]:
 def is_built_in(group: str, name: str) -> bool:
     """Return whether a name is accmt's own, or an add-on's of accmt."""
     return name in _BUILT_IN.get(group, {})
+
+
+class FormerNames:
+    """Base class of objects with attributes that have another name in the original accmt."""
+
+    if not TYPE_CHECKING:  # where every name would exist
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error with the line to write, or the usual one."""
+            addon("reject_former_attribute")(self, name)
+            return super().__getattribute__(name)  # also if a property raised an AttributeError: that error again

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
+from accmt.registry import FormerNames
+
 Function = Literal["fit", "validate", "test", "predict", "tune"]
 Stage = Literal["train", "sanity_check", "validate", "test", "predict", "tune"]
 Progress = Literal["initializing", "running", "finished", "interrupted", "preempted", "failed"]
@@ -102,7 +104,7 @@ _read_counters = attrgetter(*_COUNTERS)
 
 
 @dataclass(repr=False)
-class TrainingState(Counters):
+class TrainingState(FormerNames, Counters):
     """The counters of a run and read-only views of its status. Module, Trainer and callbacks share this object.
 
     The counters change only through the `count_*` methods, which only the loop calls.

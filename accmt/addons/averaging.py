@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from accmt.callbacks.callback import Callback
 from accmt.errors import ArgumentError, fail
 from accmt.options.checks import is_number
-from accmt.precision import HALVES
+from accmt.precisions import HALVES
 from accmt.sharded_tensors import by_mesh, shard_like
 
 

@@ -23,7 +23,7 @@ from accmt.messages import warn, warn_once
 from accmt.module import ExtendedAcceleratorModule
 from accmt.optimization import needs_closure
 from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import EvaluationRun, Run
 from accmt.run.features import Feature

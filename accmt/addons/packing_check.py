@@ -18,7 +18,7 @@ from accmt.errors import DataError, fail
 from accmt.huggingface.model_kinds import find_transformers_models, is_transformers_model, predicts_next_token
 from accmt.libraries.private_names import attention_of, is_compiled
 from accmt.messages import warn_once
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.run import EvaluationRun
 from accmt.run.features import Feature
 from accmt.without_trace import device_of, without_trace

@@ -18,7 +18,7 @@ from accmt.checkpoint.frozen import checksum
 from accmt.errors import ReplicasDifferError, fail
 from accmt.messages import warn_once
 from accmt.options.optimizer_and_scheduler_arguments import state_of
-from accmt.precision import WITH_STATISTICS
+from accmt.precisions import WITH_STATISTICS
 from accmt.processes import gather_objects, num_data_processes, num_processes
 from accmt.sharded_tensors import is_dtensor
 

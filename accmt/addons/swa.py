@@ -18,7 +18,7 @@ from accmt.errors import ArgumentError, fail
 from accmt.loop.evaluation import in_evaluation_mode
 from accmt.loop.logging import SilentLogs
 from accmt.messages import warn
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.processes import data_index, num_data_processes, sum_over_data
 from accmt.run import Run
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accmt.cli.former import FormerFlag
 from accmt.errors import ArgumentError, WeightsError, fail
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
     from accmt.saving import SavedWeights
 
 _CONFIG = "config.json"
+_FORMER = {
+    ("--out", "-O", "-o"): "accmt get CHECKPOINT FOLDER",
+    (
+        "--dtype",
+    ): "accmt get CHECKPOINT FOLDER, and convert when you load it: from_pretrained(FOLDER, dtype=torch.float16)",
+}
 _PREFIX = "checkpoint-"
 
 
@@ -31,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bare", action="store_true", help="write only the weights, with the names of the module")
     size = "maximum file size in bytes or like 500MB (default 10GB)"
     parser.add_argument("--max-shard-size", type=_read_size, default="10GB", metavar="SIZE", help=size)
+    for flags, line in _FORMER.items():
+        parser.add_argument(*flags, action=FormerFlag, nargs="?", const=line)
     parser.add_argument("--overwrite", action="store_true", help="replace the weights in a folder that is not empty")
 
 

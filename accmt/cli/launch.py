@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+from accmt.cli.former import FormerFlag
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain, fail
 
@@ -157,11 +158,16 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     number = "number of processes on this machine; default: one per GPU"
-    parser.add_argument("-N", dest="num_processes", type=int, metavar="NUMBER", help=number)
+    parser.add_argument("-N", dest="num_processes", type=_read_count, metavar="NUMBER", help=number)
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="indices of the GPUs to use; default: all")
     where.add_argument("--cpu", action="store_true", help="use no GPU; the default is then one process")
-    parser.add_argument("--strat", choices=STRATEGIES, help="default: single for one process, ddp for several")
+    former = 'Trainer(profiler="simple") in the script'
+    parser.add_argument("--debug-timings", action=FormerFlag, nargs=0, const=former)
+    parser.add_argument("-n", action=FormerFlag, nargs="?", const="--gpus 0,1, or leave it out for all GPUs")
+    parser.add_argument(
+        "--strat", type=_read_strategy, choices=STRATEGIES, help="default: single for one process, ddp for several"
+    )
     replicate = "number of groups with --strat hsdp; default: 2"
     parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help=replicate)
     split = "number of processes that split each layer with --strat tp; default: 2"
@@ -283,7 +289,36 @@ def _devices(options: argparse.Namespace) -> dict[str, str]:
     return {_VISIBLE: ",".join(own.get(number, number) for number in options.gpus)}
 
 
+def _read_count(text: str) -> int:
+    if ":" in text:  # a slice in the original accmt
+        bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
+        chosen = range(_num_gpus() or 8)[slice(*bounds)]
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}; write --gpus {','.join(map(str, chosen))}")
+    if not text.lstrip("-").isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
+    return int(text)
+
+
+def _read_strategy(text: str) -> str:
+    if "." in text:
+        do = f"accelerate launch --config_file {text} train.py, or --strat with one of {', '.join(STRATEGIES)}"
+        raise argparse.ArgumentTypeError(f"expected a strategy, got the file {text!r}; write {do}")
+    for name, strategy in (("ddp-", "ddp"), ("fsdp", "fsdp2"), ("deepspeed", "fsdp2")):
+        if text.startswith(name) and text not in STRATEGIES:
+            precision = next((part for part in ("bf16", "fp16") if part in text), None)
+            also = f', with Trainer(mixed_precision="{precision}")' if precision else ""
+            raise argparse.ArgumentTypeError(f"{text!r} is none; write --strat {strategy}{also}")
+    return text
+
+
 def _read_gpus(text: str) -> list[str]:
+    if text in ("all", "available"):
+        do = (
+            "leave --gpus out"
+            if text == "all"
+            else "write --gpus 0,1 with those that `nvidia-smi` shows without processes"
+        )
+        raise argparse.ArgumentTypeError(f"expected GPU indices, got {text!r}; {do}")
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"expected unique GPU indices such as 0,1, got {text!r}")

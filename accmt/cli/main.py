@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from accmt.cli.former import find_former_command
 from accmt.errors import AccmtError, explain
 from accmt.version import __version__
 
@@ -52,6 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
         command.set_defaults(run=module.run, called=name)
+    former = find_former_command(sys.argv[1:] if arguments is None else arguments)
+    if former is not None:
+        print(former, file=sys.stderr)
+        return WRONG_USE
     options = parser.parse_args(arguments)
     try:
         exit_code: int = options.run(options)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from accmt.cli.former import FormerFlag
+
 STRATEGIES = {
     "single": "one process, without a launcher",
     "ddp": "DistributedDataParallel: each process has a full copy of the model, and gradients are averaged",
@@ -14,7 +16,8 @@ STRATEGIES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """No arguments."""
+    line = "accmt strats, which lists all five"
+    parser.add_argument("--ddp", "--fsdp", "--deepspeed", action=FormerFlag, nargs=0, const=line)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -30,7 +30,7 @@ from accmt.libraries.private_names import share_other_precision
 from accmt.libraries.versions import make_accelerator, require
 from accmt.messages import warn_once
 from accmt.options import RunningSettings
-from accmt.precision import PRECISIONS, use_autocast
+from accmt.precisions import PRECISIONS, use_autocast
 from accmt.processes import leave_process_group
 from accmt.registry import find
 

@@ -25,7 +25,7 @@ from accmt.engine.sync_batchnorm import (
 from accmt.errors import ModuleContractError, fail
 from accmt.libraries.private_names import forget_prepared, prepare_alone
 from accmt.options import Settings
-from accmt.precision import autocast, hold_in_float32
+from accmt.precisions import autocast, hold_in_float32
 from accmt.processes import num_data_processes, num_processes
 from accmt.registry import addon
 from accmt.saving.weights import ShardedState, WholeState

@@ -29,7 +29,7 @@ from accmt.errors import ArgumentError, ModuleContractError, fail
 from accmt.libraries.private_names import tree_leaves
 from accmt.options import Settings
 from accmt.options.optimizer_and_scheduler_arguments import members_of
-from accmt.precision import hold_in_float32
+from accmt.precisions import hold_in_float32
 from accmt.processes import num_processes
 from accmt.saving.weights import ShardedState, WholeState
 

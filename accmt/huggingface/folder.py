@@ -16,7 +16,7 @@ from accmt.errors import SavingError, WeightsError, fail
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, reject_injected_adapters
 from accmt.libraries.private_names import names_not_saved
 from accmt.messages import warn_once
-from accmt.precision import HALVES
+from accmt.precisions import HALVES
 from accmt.registry import addon
 from accmt.saving import SavedWeights, load_weights, save_weights
 from accmt.saving.load_weights import require_files

@@ -23,7 +23,7 @@ from accmt.messages import warn, warn_once
 from accmt.metrics import Metric, ValidationCollector
 from accmt.metrics.results import TooFewSamplesError, describe, find_scalar
 from accmt.optimization.schedulers import DEFAULT_MONITOR, monitored_by
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.processes import broadcast_object, data_index, num_processes, sum_over_data
 from accmt.registry import addon
 from accmt.run import TEST_LOSS, EvaluationRun, Run

@@ -16,7 +16,7 @@ from accmt.loop.logging import SilentLogs
 from accmt.loop.step_outputs import read_training_output
 from accmt.messages import say_once, warn
 from accmt.options.optimizer_and_scheduler_arguments import state_of
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.processes import is_on_any_process, run_on_every_process, run_on_main_process
 from accmt.run import Run
 from accmt.saving import require_storable

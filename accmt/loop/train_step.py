@@ -16,7 +16,7 @@ from accmt.errors import ModuleContractError, fail
 from accmt.loop.step_outputs import TrainingOutput, may_return_none, read_training_output, read_weight
 from accmt.messages import say_once
 from accmt.metrics.averages import Weight
-from accmt.precision import autocast, is_reduced
+from accmt.precisions import autocast, is_reduced
 from accmt.processes import data_index, num_data_processes
 from accmt.run import Run
 from accmt.run.weighting import AccumulationWindow

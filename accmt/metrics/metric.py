@@ -25,6 +25,7 @@ from accmt.metrics.gathering import (
 )
 from accmt.metrics.results import metric_error, read_result, read_scalars, require_pair
 from accmt.processes import each_once, num_data_processes, run_on_every_process, run_on_main_process
+from accmt.registry import addon
 
 IsBetter = Callable[[float, float], bool]
 
@@ -72,6 +73,7 @@ class Metric(ABC):
         greater_is_better: The direction; None means True unless `comparator` is set.
         comparator: The direction as one of ">", ">=", "<", "<=": a new value is better if `new <comparator> best`.
         main_metric: The entry of `compute`'s result for model selection; None means `name`.
+        **unknown: Not accepted; the error names what to write.
 
     Attributes:
         padding: The padding value, at the end of each dimension, for tensors whose samples have different shapes in
@@ -89,7 +91,10 @@ class Metric(ABC):
         greater_is_better: bool | None = None,  # noqa: FBT001 - the documented signature is positional
         comparator: str | None = None,
         main_metric: str | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            addon("reject_metric_keywords")(type(self).__name__, name, unknown)
         if comparator is not None and comparator not in _COMPARATORS:
             expected, do = "one of " + ", ".join(_COMPARATORS), 'comparator=">"'
             raise fail(MetricError, f"Metric({name!r}, comparator=...)", got=repr(comparator), expected=expected, do=do)
@@ -297,8 +302,9 @@ class MetricParallel(Metric):
         main_metric: str | None = None,
         *,
         reduction: str = "mean",
+        **unknown: Any,
     ) -> None:
-        super().__init__(name, greater_is_better, comparator, main_metric)
+        super().__init__(name, greater_is_better, comparator, main_metric, **unknown)
         if reduction not in _REDUCTIONS:  # at once, not after the first epoch
             where, expected = f"{type(self).__name__}({name!r}, reduction=...)", f"one of {', '.join(_REDUCTIONS)}"
             do = f"reduction={nearest(reduction, _REDUCTIONS, cutoff=0)!r}"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from inspect import Parameter, signature
+from os import PathLike, fspath
 from pkgutil import resolve_name
 from types import NoneType, UnionType
 from typing import (
@@ -35,6 +36,7 @@ from accmt.errors import (
     nearest,
 )
 from accmt.libraries.versions import require
+from accmt.registry import addon
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -73,6 +75,18 @@ def read_numbers(value: Any) -> Any:
             return type(value)(map(read_numbers, value))
         case _:
             return value
+
+
+def to_plain(value: Any) -> Any:
+    """Return mappings, such as OmegaConf's, as dicts, their lists as lists, and paths as strings, at any depth.
+
+    Settings are stored in YAML and JSON, which have nothing else.
+    """
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, MutableSequence) and not isinstance(value, list):
+        return list(map(to_plain, value))
+    return fspath(value) if isinstance(value, PathLike) else value
 
 
 def is_number(value: Any) -> bool:
@@ -210,11 +224,10 @@ class Arguments:
             unknown: Entries that are not fields, to be reported.
         """
         declared: Any = type(self)
-        hints = hints_of(declared)
         errors: list[ArgumentError] = []
         values = dict(unknown or {})
         for field in fields(self):
-            name, hint = f"{prefix}{field.name}", hints[field.name]
+            name, hint = f"{prefix}{field.name}", hints_of(declared)[field.name]
             value = read_unusual(getattr(self, field.name), hint, field.default)
             # An error about one field must not hide those about others.
             try:
@@ -448,7 +461,8 @@ def find_faults(
         value = values.get(key)
         if kind == "extra_forbidden":
             got = f"{key} = {describe_value(value)}"
-            do = about_unknown(key) or f"did you mean {nearest(key, shape.hints, cutoff=0)}?"
+            do = about_unknown(key) or addon("hint_for_option")(shape.model.__name__, key)
+            do = do or f"did you mean {nearest(key, shape.hints, cutoff=0)}?"
             faults.append(KeyFault((key,), got, f"one of {', '.join(shape.hints)}", do))
             continue
         got = NOTHING if kind == "missing" else describe_value(value)

@@ -15,7 +15,6 @@ from accmt.options.checks import (
     Off,
     Options,
     Range,
-    is_off,
     raise_wrong_value,
     require_choice,
     require_keywords,
@@ -23,7 +22,7 @@ from accmt.options.checks import (
     write_argument,
 )
 from accmt.options.units import Unit, read_every, read_max_time
-from accmt.precision import PRECISIONS
+from accmt.precisions import PRECISIONS
 from accmt.registry import addon, names
 
 # ---- Checks of arguments about device and precision.
@@ -265,10 +264,8 @@ class RunningSettings(Group):
     enable_model_summary: Annotated[bool | Annotated[int, Range(ge=-1)], _DEPTH] = False
 
     def __post_init__(self) -> None:
-        # `{"fsdp": False}` asks for no sharding, although options without `fsdp` shard.
-        parallelism: Any = self.parallelism
-        if isinstance(parallelism, Mapping) and all(map(is_off, parallelism.values())):
-            set_field(self, "parallelism", None)
+        if self.parallelism is not None:
+            set_field(self, "parallelism", addon("read_parallelism")(self.parallelism))
         super().__post_init__()
 
     @property

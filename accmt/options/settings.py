@@ -6,13 +6,13 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
-from os import PathLike, fspath
+from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
 from accmt.errors import ArgumentError, HyperParameterError, join_errors
 from accmt.files import is_current
-from accmt.options.checks import Options, hints_of, is_off
+from accmt.options.checks import Options, hints_of, is_off, to_plain
 from accmt.options.data import DataSettings
 from accmt.options.evaluation import EvaluationSettings
 from accmt.options.failures import Failures, FailureSettings
@@ -77,11 +77,7 @@ class Settings:
             HyperParameterError: Invalid hyper-parameters.
             CombinedError: Invalid hyper-parameters and other errors.
         """
-        values = dict(arguments)
-        for name, value in arguments.items():
-            # Settings are stored in YAML and JSON, which have no paths.
-            if isinstance(value, PathLike):
-                values[name] = fspath(value)
+        values = {name: to_plain(value) for name, value in arguments.items()}
         remember(values)
         makers: dict[str, Callable[[], Any]] = {}
         for name, group in cls.GROUPS.items():

@@ -19,7 +19,7 @@ from accmt.errors import (
     fail,
     nearest,
 )
-from accmt.options.checks import KeyFault, KeyPath, number_in, read_numbers
+from accmt.options.checks import KeyFault, KeyPath, number_in, read_numbers, to_plain
 from accmt.registry import addon
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def read_document(source: object) -> Document:
             JSON, or not a mapping.
     """
     if isinstance(source, Mapping):
-        return _unwrap("hps_config", read_numbers(dict(source)), {}, [])
+        return _unwrap("hps_config", read_numbers(to_plain(source)), {}, [])
     if isinstance(source, str | os.PathLike):
         return _read_file(Path(source))
     raise fail(

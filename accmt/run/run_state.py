@@ -25,7 +25,7 @@ from accmt.messages import say, warn, warn_once
 from accmt.module import defines
 from accmt.optimization.resuming import group_arguments, restore_scheduler
 from accmt.options.changes import Change, changed_arguments
-from accmt.precision import WITH_STATISTICS
+from accmt.precisions import WITH_STATISTICS
 from accmt.processes import gather_if_different, num_processes
 from accmt.registry import addon
 from accmt.run.resume import Resumed

@@ -13,7 +13,7 @@ from accmt.errors import ModuleContractError, fail
 from accmt.messages import warn, warn_once
 from accmt.module import AcceleratorModule
 from accmt.options.optimizer_and_scheduler_arguments import members_of, weights_of
-from accmt.precision import HALVES
+from accmt.precisions import HALVES
 from accmt.processes import gather_if_different, num_processes
 
 _WHERE = "freezing or unfreezing parameters"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from accmt.errors import WeightsError, fail
 from accmt.messages import say_once
-from accmt.precision import HALVES
+from accmt.precisions import HALVES
 from accmt.saving.weights import ENTRY_NAMES, SAFETENSORS, SHARED_KEY, files_of, find_entry, find_tied, plain_names
 from accmt.sharded_tensors import class_of, shard_state
 

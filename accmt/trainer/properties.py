@@ -16,6 +16,7 @@ from accmt.callbacks import Callback, Hooks, build_callbacks, describe_hooks
 from accmt.errors import CallbackNotFoundError, fail
 from accmt.messages import say, speaking
 from accmt.processes import is_main_process, num_processes
+from accmt.registry import FormerNames
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +35,7 @@ RAISE: Final = object()
 """The default of `get_callback`: a missing callback is an error."""
 
 
-class TrainerProperties:
+class TrainerProperties(FormerNames):
     """Properties of a Trainer; those about a run need a run that has started.
 
     Attributes:

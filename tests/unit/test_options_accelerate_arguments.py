@@ -19,7 +19,7 @@ def test_an_accelerator_that_is_none_is_refused_when_the_trainer_is_made(value):
 
 def test_what_an_accelerator_may_be_is_taken():
     for value in (None, {"cpu": True}, Accelerator(cpu=True)):
-        assert make_trainer(accelerator=value).settings.running.accelerator is value
+        assert make_trainer(accelerator=value).settings.running.accelerator == value
 
 
 @pytest.mark.parametrize("value", [64, torch.float64, 16, "16-mixed", torch.bfloat16, "bf16-true", "32-true", "fp15"])

@@ -264,7 +264,7 @@ def measuring(run: Run) -> Iterator[Any]:
     from accmt.addons.token_batches.packing import count_targets
     from accmt.loop.logging import SilentLogs
     from accmt.loop.step_outputs import read_training_output
-    from accmt.precision import autocast
+    from accmt.precisions import autocast
     from accmt.without_trace import without_trace
 
     model, module, step = run.unwrapped_model, run.module, run.state.global_step

@@ -102,6 +102,11 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "preprocess_logits_for_metrics": "the same in validation_step, which returns the inputs of metrics",
         "save_model": "def on_save_model(self, folder)",
     },
+    "the original accmt": {
+        "after_eval": "def on_evaluation_end(self, metrics)",
+        "before_eval": "def on_evaluation_start(self)",
+        "compile": 'Trainer(compile={"mode": "default"}); self.teacher = torch.compile(teacher) in __init__',
+    },
     "PyMarlin's ModuleInterface": {
         "get_optimizers_schedulers": _OPTIMIZER_AND_SCHEDULER,
         "get_test_dataloaders": "def get_test_dataloader(self): return data",
@@ -111,25 +116,40 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
 }
 """Methods by trainer, and what to write instead."""
 
+_MANUAL = ", in a class derived from ExtendedAcceleratorModule"
+
 FOREIGN_ATTRIBUTES: Mapping[str, str] = {
+    "additional_backward": f"self.backward(loss){_MANUAL}",
+    "additional_optimizer_step": f"self.step_optimizer(optimizer){_MANUAL}",
+    "additional_optimizer_zero_grad": f"self.zero_grad(){_MANUAL}",
+    "additional_scheduler_step": f"self.step_scheduler(scheduler){_MANUAL}",
     "args": "self.trainer.settings",
     "clip_gradients": "Trainer(clip_grad=1.0)",
+    "compile": 'Trainer(compile={"mode": "default"})',
     "current_epoch": "self.state.epoch",
     "eval": "self.model.eval()",
+    "free_memory": "del tensor; torch.accelerator.empty_cache()",
     "global_rank": "self.accelerator.process_index",
     "global_step": "self.state.global_step",
     "hparams": "self.trainer.hps",
+    "load_temp_state": 'Trainer(resume="folder")',
     "local_rank": "self.accelerator.local_process_index",
     "logger": "self.tracker, or self.trainer.logger",
     "lr_schedulers": "self.scheduler, or self.schedulers() in a class derived from ExtendedAcceleratorModule",
     "manual_backward": "self.backward(loss), in a class derived from ExtendedAcceleratorModule",
     "named_parameters": "self.model.named_parameters()",
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
+    "pad": "torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=0, padding_side='right') for the"
+    " longest; torch.nn.functional.pad(tensor, (0, max_length - tensor.shape[-1])) for a length",
     "parameters": "self.model.parameters()",
     "print": "print if self.trainer.is_main",
+    "register": 'self.model = torch.nn.ModuleDict({"first": first, "second": second}), and def get_optimizer(self):'
+    " return accmt.ChainedOptimizer([optimizer, second_optimizer])",
+    "reset_optimizer": "self.trainer.reset_optimizer()",
     "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json are saved with the model",
     "untoggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
+    "save_temp_state": 'self.trainer.save_checkpoint("folder")',
     "train": "self.model.train()",
 }
 """Attributes of a LightningModule or of transformers' Trainer, and the accmt equivalent."""

@@ -27,7 +27,10 @@ _TRACKERS = {
     "comet": "CometML",
     "dvclive": "DVCLive",
     "mlflow": "MLFlow",
+    "dagshub": "MLFlow",
+    "swanlab": "SwanLab",
     "tensorboard": "TensorBoard",
+    "trackio": "Trackio",
     "wandb": "WandB",
 }
 PRECISIONS: Mapping[str, str] = {
@@ -66,7 +69,12 @@ def _trackers(value: Any) -> str | None:
     names = [(item if isinstance(item, str) else type(item).__name__).lower() for item in listed]
     found = [f"accmt.{name}" for text in names for word, name in _TRACKERS.items() if word in text]
     if not found:
-        return "leave it out: every run writes history.jsonl" if any("csv" in text for text in names) else None
+        if any("csv" in text for text in names):
+            return "leave it out: every run writes history.jsonl"
+        is_named = all(isinstance(item, str) for item in listed)
+        return (
+            f"there is no tracker {', '.join(names)}; for another: Trainer(log_with=accmt.MLFlow)" if is_named else None
+        )
     return f"Trainer(log_with={found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'})"
 
 
@@ -364,6 +372,43 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "special_tokens": 'tokenizer.add_special_tokens({"pad_token": "[PAD]"})',
         "train_on_inputs": "leave it out: the format of the rows determines which tokens are trained",
         "wandb_project": "Trainer(log_with=accmt.WandB)",
+    },
+    "the original accmt": {
+        "batch_sampler_train": 'Trainer(data_options={"batch_sampler": [[0, 1], [2, 3]]})',
+        "batch_sampler_val": "def get_validation_dataloader(self): return DataLoader(data, batch_sampler=sampler)",
+        "cleanup_cache_every_n_steps": "if self.state.global_step % <100> == 0: torch.cuda.empty_cache()"
+        " in on_update_end | caches are not emptied by default",
+        "destroy_after_training": {
+            True: "trainer.close(), which leaves the process group",
+            False: "leave it out: the process group stays until trainer.close()",
+        },
+        "disable_model_saving": {True: "Trainer(model_saving=None)", False: "leave it out: the best model is saved"},
+        "enable_prepare_logging": {
+            True: "Trainer(enable_model_summary=True)",
+            False: "leave it out: preparing the model prints nothing",
+        },
+        "module_hooks": {
+            True: "def on_evaluation_start(self)",
+            False: "leave on_evaluation_start and on_evaluation_end out of the module",
+        },
+        "multiple_checkpoints": {
+            True: 'Trainer(checkpoint_options={"max_checkpoints": 3})',
+            False: "leave it out: the newest checkpoint is kept by default",
+        },
+        "prepare_batch": {
+            True: "leave it out: autocast casts floats where the model needs it",
+            False: "leave it out: batches keep their dtype",
+        },
+        "reset_optimizer_every_n_steps": "if self.state.global_step % <500> == 0: self.trainer.reset_optimizer()"
+        " in on_update_end | the optimizer is not reset by default",
+        "safe_mode": {
+            True: "leave it out: steps call the model through its wrapper",
+            False: "leave it out: without the wrapper, processes would not share gradients",
+        },
+        "safe_steps": {
+            True: "max_micro_batch_size: auto",
+            False: "leave it out: a step that runs out of memory is not repeated by default",
+        },
     },
     "other trainers": {
         "early_stopping": "Trainer(patience=3)",

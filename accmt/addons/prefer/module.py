@@ -44,7 +44,7 @@ from accmt.errors import ArgumentError, CheckpointError, DataError, fail, neares
 from accmt.huggingface.model_kinds import is_peft_model
 from accmt.messages import say_once
 from accmt.metrics import Metric
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.without_trace import restore_modes
 
 if TYPE_CHECKING:

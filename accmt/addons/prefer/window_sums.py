@@ -11,7 +11,7 @@ import torch
 from accmt.data import MicroBatch, Window
 from accmt.metrics import Metric
 from accmt.metrics.averages import sum_exactly
-from accmt.precision import autocast
+from accmt.precisions import autocast
 from accmt.run import EvaluationRun
 from accmt.run.features import Feature
 

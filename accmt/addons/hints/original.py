@@ -1,0 +1,181 @@
+"""Names of the original accmt that do not exist here, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from accmt.errors import UnknownArgumentError, combine, explain, fail, nearest
+
+_COLLATOR = (
+    "Trainer(collate_fn=collator) with collator = transformers.{name}; for rows that are tuples:"
+    " Trainer(collate_fn=lambda rows: tuple(map(collator, zip(*rows))))"
+)
+_PREPARE = "with self.accelerator.split_between_processes(rows) as part: ..."
+_IS_INSTALLED = 'importlib.util.find_spec("{package}") is not None'
+_EVALUATE = 'Trainer(evaluate_every_n_steps="never"), and run `accmt evaluate RUN --watch` in another process'
+_SWEEP = 'accmt.Sweep({"optim.lr": {"log_uniform": [1e-5, 1e-3]}}, {"accuracy": "max"}, trials=20).run(train)'
+_SEED = "trainer.settings.running.seed"
+
+NAMES: Mapping[str, str] = {
+    "Evaluator": "trainer.test(module, data), or trainer.validate(module, data)",
+    "HyperParameterSearch": _SWEEP,
+    "autocast": 'Trainer(mixed_precision="bf16"), which runs steps under autocast',
+    "autocast_": 'Trainer(mixed_precision="bf16"), which runs steps under autocast',
+    "precision": "torch.get_autocast_dtype(self.device.type) in a step",
+    "tqdm": "tqdm.auto.tqdm(rows, disable=not trainer.is_main)",
+    **{
+        f"DataCollator{kind}": _COLLATOR.format(name=f"DataCollator{kind}(tokenizer)")
+        for kind in (
+            "ForLanguageModeling",
+            "ForPermutationLanguageModeling",
+            "ForSeq2Seq",
+            "ForTokenClassification",
+            "WithPadding",
+        )
+    },
+    "DataCollatorForWholeWordMask": _COLLATOR.format(
+        name="DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True)"
+    ),
+}
+"""Names of the package, and what to write."""
+
+UTILITIES: Mapping[str, str] = {
+    "ASYNC": _EVALUATE,
+    "ASYNC_HASH": _EVALUATE,
+    "ASYNC_TRAIN_GROUP": _EVALUATE,
+    "DEBUG_MODE": "trainer.settings.running.fast_dev_run",
+    "DEBUG_TIMINGS": 'Trainer(profiler="simple")',
+    "DIST_HASH": "trainer.run.name",
+    "DebugTimings": 'Trainer(profiler="simple")',
+    "IS_CPU": "not torch.accelerator.is_available()",
+    "IS_GPU": "torch.accelerator.is_available()",
+    "LAST_PROCESS": "accmt.on_last_process(function)()",
+    "MASTER_PROCESS": "trainer.is_main",
+    "RANK": "self.accelerator.process_index",
+    "SEED": _SEED,
+    "WORLD_SIZE": "self.accelerator.num_processes",
+    "_breakpoint": "accmt.dist_breakpoint(0)",
+    "all_gather_dictionary": "accelerate.utils.gather_object([tensors])",
+    "clear_device_cache": "torch.accelerator.empty_cache()",
+    "combine_dicts": "{**first, **second}",
+    "divide_into_batches": "list(accmt.iterbatch(rows, 8))",
+    "divide_list": "numpy.array_split(rows, 4)",
+    "drop_duplicates": "tensor[mask.bool()]",
+    "filter_kwargs": "{name: kwargs[name] for name in kwargs.keys() & inspect.signature(function).parameters}",
+    "gather": "self.accelerator.gather(tensor)",
+    "gather_and_drop_duplicates": "accmt.gather_on_cpu(tensor), which has no duplicates",
+    "gather_into_single_process": "accmt.gather_on_cpu(tensor)",
+    "gather_object": "accelerate.utils.gather_object([value])",
+    "get_array_partition": "numpy.array_split(rows, 4)[0]",
+    "get_number_and_unit": 'accmt.options.units.read_every("name", "3 epochs", ("epoch", "step"))',
+    "get_seed": _SEED,
+    "get_time_prefix": 'time.strftime("[%Y-%m-%d %H:%M:%S]")',
+    "global_randint": "random.Random(self.state.global_step).randint(0, 9), which is the same on all processes",
+    "is_deepspeed_available": _IS_INSTALLED.format(package="deepspeed"),
+    "is_pandas_available": _IS_INSTALLED.format(package="pandas"),
+    "is_tf32_supported": "torch.cuda.is_tf32_supported()",
+    "is_transformers_available": _IS_INSTALLED.format(package="transformers"),
+    "is_url": "urllib.parse.urlparse(text).scheme",
+    "pad": "torch.nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]))",
+    "prepare": _PREPARE,
+    "prepare_array": _PREPARE,
+    "prepare_dataframe": _PREPARE,
+    "print_gpu_users_by_device": 'subprocess.run("nvidia-smi")',
+    "rprint": "accmt.on_main_process(print)(text)",
+}
+"""Names of the package's `utils`, and what to write."""
+
+_OF_STATE = {
+    "additional_metrics": "state.metrics",
+    "is_end_of_epoch": "state.is_last_training_batch, or def on_epoch_end(self)",
+    "is_last_validation_batch": "def on_evaluation_end(self, metrics)",
+    "num_checkpoints_made": "self.num_checkpoints += 1 in def on_save_checkpoint(self, folder)",
+    "train_dataloader_idx": "state.global_step, at which the stages of accmt.StepsCurriculum begin",
+}
+_OF_TRAINER = {
+    "evaluate_on_test": "trainer.test(module, data)",
+    "evaluate_on_validation": "trainer.validate(module, data)",
+    "log_artifact": 'self.log_artifact("note.txt") in a step or hook of the module',
+    "log_artifacts": 'self.log_artifacts("folder") in a step or hook of the module',
+}
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER}
+"""Attributes by class, and what to write."""
+
+METRIC_KEYWORDS: Mapping[str, str] = {
+    "cast": "leave `cast` out, and write predictions.float() in `compute`: predictions keep their dtype",
+    "do_checks": "leave `do_checks` out: shapes are always checked, once per evaluation",
+}
+"""Keywords of `Metric`, and what to do."""
+
+_LONG = (
+    'leave `{name}` out: long sequences fit with gradient_checkpointing=True and parallelism={{"fsdp": True}},'
+    " and `max_tokens` bounds a micro-batch"
+)
+_PARALLELISM = {
+    "sp": _LONG.format(name="sp"),
+    "cp": _LONG.format(name="cp"),
+    "ep": 'leave `ep` out: parallelism={"fsdp": True} shards experts like other weights',
+}
+
+
+def missing_name(name: str) -> ImportError | AttributeError:
+    """Return the error for a name that the package does not have."""
+    do = NAMES.get(name) or UTILITIES.get(name)
+    if do is None:
+        return AttributeError(f"module 'accmt' has no attribute {name!r}", name=name)
+    return ImportError(_describe(f"accmt.{name}", "a name of accmt", do), name="accmt")
+
+
+def find_utility(name: str) -> Any:
+    """Return what a name of the original `utils` stands for.
+
+    Raises:
+        ImportError: It does not exist; the message has the line to write.
+        AttributeError: The original has no such name either.
+    """
+    import accmt
+
+    if name in accmt.__all__:
+        return getattr(accmt, name)
+    if name in UTILITIES:
+        raise ImportError(_describe(f"accmt.utils.{name}", "a name of accmt", UTILITIES[name]), name="accmt.utils")
+    message = f"module 'accmt.utils' has no attribute {name!r}"
+    raise AttributeError(message, name=name)
+
+
+def reject_former_attribute(owner: object, name: str) -> None:
+    """Reject an attribute of the original Trainer or state.
+
+    Raises:
+        AttributeError: It is one; the message has the line to write.
+    """
+    for kind in type(owner).__mro__:
+        do = ATTRIBUTES.get(kind.__name__, {}).get(name)
+        if do is not None:
+            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do)
+            raise AttributeError(message, name=name, obj=owner)
+
+
+def reject_metric_keywords(kind: str, name: str, unknown: Mapping[str, Any]) -> NoReturn:
+    """Reject keywords that a metric does not have.
+
+    Raises:
+        UnknownArgumentError: Always.
+    """
+    known = ("greater_is_better", "comparator", "main_metric")
+    errors = []
+    for keyword in unknown:
+        do = METRIC_KEYWORDS.get(keyword) or f"did you mean {nearest(keyword, known, cutoff=0)}?"
+        where, expected = f"{kind}({name!r}, {keyword}=...)", f"a keyword of Metric: {', '.join(known)}"
+        errors.append(fail(UnknownArgumentError, where, got="an unknown keyword", expected=expected, do=do))
+    raise combine(UnknownArgumentError, errors)
+
+
+def find_option(kind: str, name: str) -> str | None:
+    """Return what to do about an unknown entry of options, or None."""
+    return _PARALLELISM.get(name) if kind == "ParallelismOptions" else None
+
+
+def _describe(where: str, expected: str, do: str) -> str:
+    return explain(where, "a name of the original accmt", expected, f"write {do}")
