@@ -36,7 +36,7 @@ READERS := --no-deps mosaicml-streaming==0.13.0 brotli==1.2.1 catalogue==2.0.10 
 	zstd==1.5.7.2 litdata==0.2.76 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 jmespath==1.1.0 obstore==0.12.1 \
 	tifffile==2026.3.3 wids==0.1.11 braceexpand==0.1.7
 # What the wheel is installed beside; PEFT is in .venv.
-BESIDE := trl==1.16.0 lightning==2.6.6 uv==0.13.9
+BESIDE := trl==1.16.0 lightning==2.6.6 uv==0.13.9 'ray[train]==2.60.0'
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
 
 # Models and data are installed packages; nothing is asked of a hub, and no package reports that it is used.

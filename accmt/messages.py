@@ -59,15 +59,16 @@ class _BarFriendlyHandler(logging.Handler):
 def speaking(*, verbose: bool) -> Iterator[None]:
     """During a run, show messages in the terminal unless logging is configured; only warnings if not `verbose`."""
     _said.clear()
-    level = logger.level
-    handler = None if logger.hasHandlers() else _BarFriendlyHandler()
-    if level == logging.NOTSET:  # otherwise the user has set one
-        logger.setLevel(logging.INFO if verbose else logging.WARNING)
-    if handler is not None:
+    level, propagate = logger.level, logger.propagate
+    handler = _BarFriendlyHandler()
+    if not logger.hasHandlers():
         logger.addHandler(handler)
+        # A library that configures logging during the run, as rouge-score does, would show each message again.
+        logger.propagate = False
+    logger.setLevel(level or (logging.INFO if verbose else logging.WARNING))  # a level that the user has set stays
     try:
         yield
     finally:
         logger.setLevel(level)
-        if handler is not None:
-            logger.removeHandler(handler)
+        logger.propagate = propagate
+        logger.removeHandler(handler)

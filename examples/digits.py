@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Train a small convolutional network on scikit-learn's 8x8 digits; takes seconds.
 
     python examples/digits.py

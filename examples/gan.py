@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Train a GAN on scikit-learn's digits: two networks, two optimizers; takes half a minute.
 
     python examples/gan.py

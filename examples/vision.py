@@ -1,3 +1,10 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["accmt-trainer[examples]"]
+#
+# [tool.uv.sources]
+# accmt-trainer = { path = "..", editable = true }
+# ///
 """Train a small residual network on images, with augmentation, mixup and an average of the weights.
 
     python examples/vision.py

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def digest(model: nn.Module) -> str:
 def main() -> None:
     """Train, and print a digest of the weights."""
     parser = argparse.ArgumentParser(description="Train a small network on digits, with interruptions.")
-    parser.add_argument("--output", type=Path, default=Path("out/slurm-digits"), help="folder of the saved model")
+    parser.add_argument("--output", default="out/slurm-digits", help="folder or URL of the saved model")
     parser.add_argument("--checkpoint", help="folder or URL of the checkpoints; default: beside the model")
     parser.add_argument("--epochs", type=int, default=100, help="passes over the 1,797 images")
     options = parser.parse_args()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -123,3 +125,32 @@ def test_a_users_strict_mypy_reads_the_types_of_the_installed_wheel(tmp_path: Pa
     assert done.stderr == ""
     (said,) = done.stdout.splitlines()
     assert said.startswith('wrong.py:3: error: Argument 1 to "set_seed" has incompatible type "str"')
+
+
+def test_an_example_runs_in_an_empty_environment_that_uv_makes_of_its_header(tmp_path: Path):
+    script = ROOT / "examples" / "digits.py"
+    uv = Path(sysconfig.get_path("scripts")) / "uv"
+    done = run(uv, "run", "--quiet", script, "--limit", "24", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "digits" / "model.safetensors").is_file()
+
+
+def test_workers_of_ray_train_that_are_killed_continue_from_a_checkpoint(tmp_path: Path):
+    command = [sys.executable, ROOT / "examples" / "ray" / "train.py", "--storage", tmp_path / "storage"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*command, "--epochs", "30"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as running:
+        printed = []
+        is_killed = False
+        for line in running.stdout:
+            printed.append(line)
+            if not is_killed and "RayTrainWorker" in line and "step" in line and "saved" in line:
+                worker = re.search(r"RayTrainWorker pid=(\d+)", line)
+                os.kill(int(worker[1]), signal.SIGKILL)
+                is_killed = True
+    assert is_killed
+    text = "".join(printed)
+    assert running.returncode == 0, text
+    assert "continuing from" in text
+    assert re.search(r"accuracy +9\d", text), text

@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from kubeflow_trainer_api.models import TrainerV1alpha1TrainJob
 
 from accmt.cli.main import main
 from tests.e2e.markdown import ROOT
 from tests.launching import run_script
 
 FOLDER = ROOT / "examples" / "kubernetes"
-MANIFESTS = sorted(FOLDER.glob("*.yaml"))
+TRAIN_JOB = FOLDER / "kubeflow.yaml"
+MANIFESTS = sorted(set(FOLDER.glob("*.yaml")) - {TRAIN_JOB})
 IMAGE = "/app/"
 
 
@@ -80,3 +82,17 @@ def test_the_script_of_the_manifests_runs_with_their_arguments(tmp_path: Path):
     run = run_script(Path(script), flag, folder.removeprefix("/runs/"), "--epochs", "1")
     assert run.returncode == 0, run.stderr
     assert "finished  57 updates" in run.stdout
+
+
+def test_the_train_job_is_one_of_kubeflow_and_all_that_it_writes_is_in_the_bucket():
+    manifest = yaml.safe_load(TRAIN_JOB.read_text(encoding="utf-8"))
+    job = TrainerV1alpha1TrainJob.from_dict(manifest)  # unknown types and missing fields are errors, unknown fields not
+    trainer = job.spec.trainer
+    kept = job.to_dict()["spec"]["trainer"]
+    assert kept == manifest["spec"]["trainer"], "a field that Kubeflow does not have"
+    program, script = trainer.command
+    assert program == "torchrun"  # which reads the PET_... variables of the runtime
+    assert Path(script.replace(IMAGE, f"{ROOT}/")).is_file()
+    folders = dict(zip(trainer.args[::2], trainer.args[1::2], strict=True))
+    assert folders.keys() == {"--output", "--checkpoint"}
+    assert all(folder.startswith("s3://") for folder in folders.values())

@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((ROOT / "examples" / "notebooks").glob("*.ipynb"))
 
 
 def test_there_are_notebooks_and_they_are_kept_without_outputs():
-    assert [path.stem for path in NOTEBOOKS] == ["first_steps", "reading_a_run"]
+    assert [path.stem for path in NOTEBOOKS] == ["colab", "first_steps", "reading_a_run"]
     for path in NOTEBOOKS:
         for cell in nbformat.read(path, as_version=4).cells:
             assert not cell.get("outputs"), path.name
@@ -25,10 +25,12 @@ def test_there_are_notebooks_and_they_are_kept_without_outputs():
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_to_its_end(path: Path, tmp_path: Path):
     notebook = nbformat.read(path, as_version=4)
+    for cell in notebook.cells:
+        cell.source = cell.source.replace('"bbcnews/data/*/*.txt"', '"bbcnews/data/*/*7.txt"')  # a tenth
     client = NotebookClient(notebook, timeout=200, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
     home = {"HOME": str(tmp_path), "IPYTHONDIR": f"{tmp_path}/ipython", "JUPYTER_RUNTIME_DIR": str(tmp_path)}
     client.execute(env={**os.environ, **home, "OMP_NUM_THREADS": "1"})
-    assert (tmp_path / "out" / "digits" / "model.safetensors").is_file()
-    last = notebook.cells[-1].outputs[-1]
-    shown = last.get("text") or last.data["image/svg+xml"]
-    assert ("[" in shown) if path.stem == "first_steps" else ("accuracy" in shown)
+    assert list(tmp_path.glob("out/*/model.safetensors"))
+    outputs = notebook.cells[-1].outputs
+    shown = "".join(output.get("text", "") or output.data["image/svg+xml"] for output in outputs)
+    assert {"first_steps": "[", "reading_a_run": "accuracy", "colab": "score"}[path.stem] in shown

@@ -1,10 +1,11 @@
-"""The page of recipes: it has every example, and its pictures are drawn by the commands beside them."""
+"""The pages of recipes: their pictures are drawn by the commands beside them, and scripts print what they show."""
 
 from __future__ import annotations
 
 import re
 import runpy
 import shlex
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -12,7 +13,8 @@ import pytest
 
 from tests.e2e.markdown import ROOT, read_blocks
 
-PAGE = ROOT / "docs" / "recipes.md"
+JOBS = sorted((ROOT / "docs" / "recipes").glob("*.md"))
+PAGES = [ROOT / "docs" / "recipes.md", *JOBS]
 SVG = "{http://www.w3.org/2000/svg}"
 MOST_BYTES = 12_000
 
@@ -24,7 +26,8 @@ def script() -> dict[str, Any]:
 
 def read_commands() -> dict[str, list[str]]:
     """Return the values that are drawn, by picture."""
-    texts = [block.text.replace("\\\n", "") for block in read_blocks(PAGE, "bash") if "draw_curves.py" in block.text]
+    blocks = [block for page in PAGES for block in read_blocks(page, "bash")]
+    texts = [block.text.replace("\\\n", "") for block in blocks if "draw_curves.py" in block.text]
     return {picture: names for _, _, _, picture, *names in map(shlex.split, texts)}
 
 
@@ -34,9 +37,13 @@ def texts_of(svg: str) -> list[str]:
 
 def test_each_picture_has_its_command_and_shows_the_curves_that_it_names():
     commands = read_commands()
-    shown = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", PAGE.read_text(encoding="utf-8"))
+    shown = {
+        (page.parent / link).resolve().relative_to(ROOT).as_posix()
+        for page in PAGES
+        for link in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", page.read_text(encoding="utf-8"))
+    }
     assert (
-        {f"docs/{link}" for link in shown}
+        shown
         == commands.keys()
         == set(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "images").glob("curve-*.svg"))
     )
@@ -56,3 +63,13 @@ def test_the_curves_of_a_history_are_averages_of_neighbours_and_end_with_the_las
     assert [len(points) for points in lines] == [40, 1]
     titles = [element.text for element in ElementTree.fromstring(svg).iter(f"{SVG}title")]
     assert titles[0] == "loss 989.5 at step 10"
+
+
+@pytest.mark.parametrize("page", [page for page in JOBS if page.name != "index.md"], ids=lambda page: page.stem)
+def test_a_recipe_shows_what_its_script_prints(page: Path):
+    (script,) = set(re.findall(r"^python (examples/\w+\.py)", page.read_text(encoding="utf-8"), re.MULTILINE))
+    source = (ROOT / script).read_text(encoding="utf-8")
+    (printed,) = read_blocks(page, "text")
+    labels = {re.split(r"  | [\d+-]|:", line)[0] for line in printed.text.splitlines() if not line.startswith(" ")}
+    assert len(labels) > 1
+    assert not [label for label in labels if label not in source]

@@ -58,6 +58,15 @@ def test_only_the_main_process_speaks(speak, alone, capsys, monkeypatch):
     assert capsys.readouterr().err == ""
 
 
+def test_a_library_that_configures_logging_during_a_run_does_not_repeat_messages(alone, capsys, monkeypatch):
+    monkeypatch.setattr(messages.logger, "parent", logging.Logger("root"))
+    with speaking(verbose=True):
+        messages.logger.parent.addHandler(logging.StreamHandler(sys.stderr))
+        say("begun")
+    assert capsys.readouterr().err == "[accmt] begun\n"
+    assert messages.logger.propagate
+
+
 def test_a_terminal_that_is_gone_stops_nothing():
     script = (
         "import os, sys\n"

@@ -75,9 +75,10 @@ class RewardModule(RowModule):
         config: Any = self.model.config
         if getattr(config, "num_labels", None) != 1 or not hasattr(self.model, "score"):
             got = f"{type(self.model).__name__} with {getattr(config, 'num_labels', 'no')} labels"
-            if getattr(config, "num_labels", None) == 1:
-                got += ", but without `score`: not a causal architecture, such as Llama or Qwen"
             do = "write `model: {path: ..., type: AutoModelForSequenceClassification, num_labels: 1}`"
+            if getattr(config, "num_labels", None) == 1:
+                got += ", but without `score`: not a causal architecture"
+                do = "start with a causal model, such as Llama or Qwen"
             raise fail(
                 ModuleContractError, "a reward model", got=got, expected="a sequence classifier with one label", do=do
             )
