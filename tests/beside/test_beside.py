@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import sysconfig
+import time
 from importlib import metadata
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.e2e.test_types import RIGHT
@@ -136,21 +137,19 @@ def test_an_example_runs_in_an_empty_environment_that_uv_makes_of_its_header(tmp
 
 
 def test_workers_of_ray_train_that_are_killed_continue_from_a_checkpoint(tmp_path: Path):
-    command = [sys.executable, ROOT / "examples" / "ray" / "train.py", "--storage", tmp_path / "storage"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [*command, "--epochs", "30"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as running:
-        printed = []
-        is_killed = False
-        for line in running.stdout:
-            printed.append(line)
-            if not is_killed and "RayTrainWorker" in line and "step" in line and "saved" in line:
-                worker = re.search(r"RayTrainWorker pid=(\d+)", line)
-                os.kill(int(worker[1]), signal.SIGKILL)
-                is_killed = True
-    assert is_killed
-    text = "".join(printed)
+    storage = tmp_path / "storage"
+    command = [sys.executable, ROOT / "examples" / "ray" / "train.py", "--storage", storage, "--epochs", "60"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_DEDUP_LOGS": "0"}
+    log = tmp_path / "log"
+    with log.open("w") as file, subprocess.Popen(command, env=environment, stdout=file, stderr=file) as running:
+        while not list(storage.glob("checkpoint-model/*/manifest.json")) and running.poll() is None:
+            time.sleep(0.2)
+        names = {process: process.name() for process in psutil.Process(running.pid).children(recursive=True)}
+        workers = [process for process, name in names.items() if name.startswith("ray::RayTrainWo")]
+        assert workers, log.read_text()
+        for worker in workers:
+            worker.kill()
+    text = log.read_text()
     assert running.returncode == 0, text
     assert "continuing from" in text
     assert re.search(r"accuracy +9\d", text), text
