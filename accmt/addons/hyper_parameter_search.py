@@ -110,7 +110,7 @@ class HyperParameterSearch:
         if not self._hps:
             got, do = "no parameters", "search.set_parameters(learning_rate=[1e-5, 1e-3])"
             raise fail(ArgumentError, "HyperParameterSearch.optimize", got=got, expected="a search space", do=do)
-        from accmt import Trainer
+        import accmt  # here: an add-on may not import the Trainer's package
 
         objective, callbacks = "valid_loss", []
         if best_metric_fn is not None:
@@ -118,7 +118,7 @@ class HyperParameterSearch:
         callbacks += self._arguments.get("callbacks") or []
 
         def train() -> None:
-            trainer = Trainer(self._hps, "out/model", **{**self._arguments, "callbacks": callbacks})
+            trainer = accmt.Trainer(self._hps, "out/model", **{**self._arguments, "callbacks": callbacks})
             trainer.fit(self._get_module(), *self._data)
 
         limits = {"trials": n_trials, "take": "last", "folder": self._folder, "name": "hp_search"}
