@@ -112,9 +112,8 @@ class HyperParameterSearch:
             raise fail(ArgumentError, "HyperParameterSearch.optimize", got=got, expected="a search space", do=do)
         import accmt  # here: an add-on may not import the Trainer's package
 
-        objective, callbacks = "valid_loss", []
-        if best_metric_fn is not None:
-            objective, callbacks = _SCORE, [_Score(best_metric_fn)]
+        objective = "valid_loss" if best_metric_fn is None else _SCORE
+        callbacks = [_Score(best_metric_fn)] if best_metric_fn else []
         callbacks += self._arguments.get("callbacks") or []
 
         def train() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,6 @@ _REMOVED = {
 }
 """Keys that cannot be honored, and what to do."""
 
-_OTHER_NAMES = {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "FSDP_TRANSFORMER_CLS_TO_WRAP"}
-
 
 def apply_config(file: str, options: argparse.Namespace) -> dict[str, str]:
     """Set the options of a launch that were not typed, and return the environment that `accelerate launch` would set.
@@ -33,12 +31,7 @@ def apply_config(file: str, options: argparse.Namespace) -> dict[str, str]:
         ArgumentError: The file cannot be read, or it asks for what accmt does not have.
     """
     config = _read(file)
-    faults = [
-        fail(ArgumentError, f"{file} {key}", got=str(got), expected="what accmt trains with", do=do)
-        for key, got, do in _find_faults(file, config)
-    ]
-    if faults:
-        raise combine(ArgumentError, faults)
+    _reject_missing(file, config)
     kind = config.distributed_type.value
     options.cpu = options.cpu or (not options.gpus and (config.use_cpu or kind == "MULTI_CPU"))
     if options.num_processes is None and not options.gpus:
@@ -74,32 +67,39 @@ def _read(file: str) -> ClusterConfig:
         raise fail(ArgumentError, f"accmt launch: {file}", got="no such file", expected=expected, do=do)
     try:
         config = load_config_from_file(file)
+        if not isinstance(config, ClusterConfig):
+            raise TypeError("a file for SageMaker")
     except (ValueError, TypeError, AttributeError, KeyError, yaml.YAMLError) as error:
         raise fail(ArgumentError, f"accmt launch: {file}", got=str(error), expected=expected, do=do) from error
-    if not isinstance(config, ClusterConfig):
-        raise fail(ArgumentError, f"accmt launch: {file}", got="SageMaker", expected="LOCAL_MACHINE", do=do)
     return config
 
 
-def _find_faults(file: str, config: ClusterConfig) -> Iterator[tuple[str, Any, str]]:
+def _reject_missing(file: str, config: ClusterConfig) -> None:
+    """Reject what accmt does not have, in one error."""
     kind = config.distributed_type.value
+    version = str((config.fsdp_config or {}).get("fsdp_version", 1))
+    faults = [(key, getattr(config, key), do) for key, do in _REMOVED.items()]
     if kind in _NOT_HERE:
-        yield "distributed_type", kind, f"write {_NOT_HERE[kind]}"
+        faults.append(("distributed_type", kind, f"write {_NOT_HERE[kind]}"))
     if config.mixed_precision == "fp8":
-        yield "mixed_precision", "fp8", "write `mixed_precision: bf16`"
-    version = (config.fsdp_config or {}).get("fsdp_version", 1)
-    if kind == "FSDP" and str(version) != "2":
-        yield "fsdp_config", f"FSDP {version}", f"run `accelerate to-fsdp2 --config_file {file} --overwrite`"
-    for key, do in _REMOVED.items():
-        value = getattr(config, key)
-        if value and str(value).lower() not in ("no", "false"):
-            yield key, value, do
+        faults.append(("mixed_precision", "fp8", "write `mixed_precision: bf16`"))
+    if kind == "FSDP" and version != "2":
+        do = f"run `accelerate to-fsdp2 --config_file {file} --overwrite`"
+        faults.append(("fsdp_config", f"FSDP {version}", do))
+    errors = []
+    for key, got, do in faults:
+        if got and str(got).lower() not in ("no", "false"):
+            expected = "what accmt trains with"
+            errors.append(fail(ArgumentError, f"{file} {key}", got=str(got), expected=expected, do=do))
+    if errors:
+        raise combine(ArgumentError, errors)
 
 
 def _as_variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the variables that `accelerate launch` sets for a section."""
     variables = {}
     for key, value in settings.items():
-        name = key.upper()
-        if value is not None:
-            variables[_OTHER_NAMES.get(name, name)] = str(value).lower() if isinstance(value, bool) else str(value)
+        if value is not None:  # one of them has another name there: FSDP_TRANSFORMER_CLS_TO_WRAP
+            name = key.upper().replace("_LAYER_CLS_", "_CLS_")
+            variables[name] = str(value).lower() if isinstance(value, bool) else str(value)
     return variables
