@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from accmt.addons.curricula import RatioCurriculum as RatioCurriculum
     from accmt.addons.curricula import StepsCurriculum as StepsCurriculum
     from accmt.addons.hub import PushToHub as PushToHub
+    from accmt.addons.memory_snapshots import MemorySnapshots as MemorySnapshots
     from accmt.addons.merging import merge_adapter as merge_adapter
     from accmt.addons.outputs import OutputCollector as OutputCollector
     from accmt.addons.outputs import gather_on_cpu as gather_on_cpu
@@ -175,6 +176,7 @@ _HOMES = {
     "MLFlow": "accmt.addons.trackers.mlflow",
     "MSE": "accmt.addons.prediction_metrics",
     "MainProcessCallback": "accmt.callbacks",
+    "MemorySnapshots": "accmt.addons.memory_snapshots",
     "Metric": "accmt.metrics",
     "MetricOptions": "accmt.options.evaluation",
     "Monitor": "accmt.options.tracking",
@@ -224,22 +226,17 @@ _HOMES = {
 }
 
 require_own_folder(__path__[0])
+__path__.append(f"{__path__[0]}/addons/hints/modules")  # the names of the original's modules, behind those of here
 
 _NEEDS_EXTRA = {"Sweep"}  # its package is optional, and a star import imports all names
 __all__ = ["__version__", *(name for name in _HOMES if name not in _NEEDS_EXTRA)]  # noqa: PLE0604 - names of strings
 
 
 def __getattr__(name: str) -> Any:
-    if name == "accelerator":
-        from accmt.engine.accelerator import current_accelerator
-
-        return current_accelerator()
-    if name == "seed_everything":
-        name = "set_seed"
     if name not in _HOMES:
         from accmt.registry import addon
 
-        raise addon("missing_name")(name)
+        return addon("find_name")(name)
     if _HOMES[name] != "accmt.errors":
         from accmt.libraries.versions import require
 

@@ -496,17 +496,15 @@ class AcceleratorModule(LogsValues):
         return module
 
     def __getattr__(self, name: str) -> Any:
-        """Raise an error that suggests what to use in place of an attribute of another trainer's module."""
+        """Return a tool of the original accmt, or raise an error that suggests what to use in place of an attribute."""
         if hasattr(super(), "__getattr__"):  # nn.Module's, if the user derives from both
             return super().__getattr__(name)  # type: ignore[misc]
         # A module is usable before a run, for example in a notebook: these attributes come with the run.
         if name in OF_RUN or name == "device":
             do = "use it in a step or a hook such as on_fit_start; accmt moves model and batches to the device"
             got, expected = "no run has started, for example in __init__", "access to it only during a run"
-            message = explain(f"self.{name}", got, expected, do)
-        else:
-            message = addon("hint_for_attribute")(self, name)
-        raise AttributeError(message, name=name, obj=self)
+            raise AttributeError(explain(f"self.{name}", got, expected, do), name=name, obj=self)
+        return addon("find_attribute")(self, name)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the module's state without its run, so that loader processes and copies do not include the run."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accmt.addons.batch_facts import add_note_of_phase, add_note_of_step
+from accmt.addons.gpu_processes import describe_processes
 from accmt.errors import explain, is_out_of_memory
 from accmt.huggingface.model_kinds import find_transformers_models, predicts_next_token
 from accmt.messages import say_once, warn_once
@@ -178,6 +179,8 @@ class BatchNotes(Feature):
     def on_step_error(self, error: Exception, batch: Any) -> None:
         add_note_of_step(error, self._state, self._model, batch)
         add_note_of_batch(error, self._model, batch)
+        if is_out_of_memory(error) and (processes := describe_processes()):
+            error.add_note(f"processes on the GPUs of this machine:\n{processes}")
         if not self._model.training and re.search(_NEEDS_GRADIENTS, str(error)):
             got = "a step that needs gradients: torch.inference_mode forbids them, torch.no_grad turns them off"
             do = "Trainer(inference_mode=False), and `with torch.enable_grad():` in the step"

@@ -28,7 +28,7 @@ class Curriculum(ConcatDataset[Any]):
 
     _EXAMPLE: ClassVar[str] = "[(length, dataset), ...]"
 
-    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]] = ()) -> None:
         self._where = type(self).__name__
         if isinstance(stages, Mapping | str) or not isinstance(stages, Iterable):
             got = f"an object of type {type(stages).__name__}"
@@ -151,7 +151,7 @@ class StepsCurriculum(Curriculum):
 
     _EXAMPLE = "[(300, easy), (-1, hard)]"
 
-    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]] = ()) -> None:
         super().__init__(stages)
         for number, length in enumerate(self._lengths, 1):
             is_rest = length == _REST and number == len(self._lengths)
@@ -178,7 +178,7 @@ class RatioCurriculum(Curriculum):
 
     _EXAMPLE = "[(0.3, easy), (0.7, hard)]"
 
-    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]] = ()) -> None:
         super().__init__(stages)
         *first, last = self._lengths
         for number, ratio in enumerate(first if last == _REST else self._lengths, 1):
@@ -209,7 +209,7 @@ class RangeCurriculum(Curriculum):
 
     _EXAMPLE = "[(range(0, 300), easy), (range(300, 900), hard)]"
 
-    def __init__(self, stages: Sequence[tuple[Any, Any]]) -> None:
+    def __init__(self, stages: Sequence[tuple[Any, Any]] = ()) -> None:
         super().__init__(stages)
         begin = 0
         for number, length in enumerate(self._lengths, 1):

@@ -33,9 +33,12 @@ FORK_VARIABLE = "ACCMT_FORK"
 TRIAL_VARIABLE = "ACCMT_TRIAL"
 """The trial of a sweep that a program is, for the program that `accmt sweep` starts."""
 
+DEBUG_VARIABLE = "ACCMT_DEBUG_LEVEL"
+"""What `accmt debug` turns off in the program that it starts."""
+
 _ENVIRONMENT = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "OMP_", "MKL_", "CUBLAS_", "NCCL_", "TORCH_")
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTHONPATH", "PYTHONHASHSEED", "TOKENIZERS_PARALLELISM")
-_OF_COMMANDS = (ARGUMENTS_VARIABLE, FORK_VARIABLE, TRIAL_VARIABLE)
+_OF_COMMANDS = (ARGUMENTS_VARIABLE, DEBUG_VARIABLE, FORK_VARIABLE, TRIAL_VARIABLE)
 _OF_LAUNCH = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC")
 _PLACES = {
     "model_path", "checkpoint", "resume", "fork", "logging_dir", "log_with", "run_name", "track_name", "verbose",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accmt.cli.former import FormerFlag
 from accmt.errors import ArgumentError, WeightsError, fail
@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from accmt.saving import SavedWeights
 
 _CONFIG = "config.json"
-_FORMER = {
-    ("--out", "-O", "-o"): "accmt get CHECKPOINT FOLDER",
-    (
-        "--dtype",
-    ): "accmt get CHECKPOINT FOLDER, and convert when you load it: from_pretrained(FOLDER, dtype=torch.float16)",
-}
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _PREFIX = "checkpoint-"
 
 
@@ -38,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bare", action="store_true", help="write only the weights, with the names of the module")
     size = "maximum file size in bytes or like 500MB (default 10GB)"
     parser.add_argument("--max-shard-size", type=_read_size, default="10GB", metavar="SIZE", help=size)
-    for flags, line in _FORMER.items():
-        parser.add_argument(*flags, action=FormerFlag, nargs="?", const=line)
+    dtype = "convert weights of floats; default: as they were trained"
+    parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
+    parser.add_argument("--out", "-O", "-o", action=FormerFlag, nargs="?", const="accmt get CHECKPOINT FOLDER")
     parser.add_argument("--overwrite", action="store_true", help="replace the weights in a folder that is not empty")
 
 
@@ -54,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
     if not options.overwrite and options.output.is_dir() and any(options.output.iterdir()):
         do = "choose another folder, or add --overwrite: it replaces the weights and keeps other files"
         raise fail(ArgumentError, where, got="a folder with files in it", expected="a new or empty folder", do=do)
-    weights = _read(checkpoint)
+    weights = _convert(_read(checkpoint), options.dtype)
     config = None if options.bare else options.config
     run_folder = checkpoint.folder.resolve().parent
     if not options.bare and not config and run_folder.name.startswith(_PREFIX):
@@ -93,6 +89,23 @@ def _read(checkpoint: Checkpoint) -> dict[str, Tensor]:
         do = "load the model folder with PEFT, or use `Trainer.validate(module, data, ckpt_path=...)`"
         raise fail(WeightsError, f"checkpoint {checkpoint.folder}", got=got, expected="all weights of a model", do=do)
     return weights
+
+
+def _convert(weights: dict[str, Tensor], dtype: str | None) -> dict[str, Tensor]:
+    """Return weights in another type; tied ones stay one tensor."""
+    import torch
+
+    if dtype is None:
+        return weights
+    converted: dict[tuple[Any, ...], Tensor] = {}
+    for tensor in weights.values():
+        if tensor.is_floating_point():
+            converted.setdefault(_view_of(tensor), tensor.to(getattr(torch, dtype)))
+    return {name: converted.get(_view_of(tensor), tensor) for name, tensor in weights.items()}
+
+
+def _view_of(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _write(weights: Mapping[str, Tensor], config: Path | None, output: Path, max_shard_size: int) -> tuple[str, ...]:

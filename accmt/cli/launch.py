@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 
+from accmt.cli.accelerate_config import apply_config
 from accmt.cli.former import FormerFlag
 from accmt.cli.strats import STRATEGIES
 from accmt.errors import ArgumentError, explain, fail
@@ -157,17 +158,20 @@ _SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    number = "number of processes on this machine; default: one per GPU"
+    number = "number of processes on this machine; default: one per GPU; 2: is a slice, of all GPUs but the first two"
     parser.add_argument("-N", dest="num_processes", type=_read_count, metavar="NUMBER", help=number)
+    gpus = "indices of the GPUs to use; all: the default; available: those without processes"
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help="indices of the GPUs to use; default: all")
+    where.add_argument("--gpus", type=_read_gpus, metavar="0,1", help=gpus)
     where.add_argument("--cpu", action="store_true", help="use no GPU; the default is then one process")
     former = 'Trainer(profiler="simple") in the script'
     parser.add_argument("--debug-timings", action=FormerFlag, nargs=0, const=former)
     parser.add_argument("-n", action=FormerFlag, nargs="?", const="--gpus 0,1, or leave it out for all GPUs")
-    parser.add_argument(
-        "--strat", type=_read_strategy, choices=STRATEGIES, help="default: single for one process, ddp for several"
-    )
+    strategy = f"one of {', '.join(STRATEGIES)}; default: single for one process, ddp for several"
+    parser.add_argument("--strat", type=_read_strategy, metavar="STRATEGY", help=strategy)
+    config = "a file of `accelerate config`; options that are typed take precedence"
+    parser.add_argument("--config_file", "--config-file", metavar="FILE", help=config)
+    parser.set_defaults(environment={})
     replicate = "number of groups with --strat hsdp; default: 2"
     parser.add_argument("--replicate", type=int, default=2, metavar="NUMBER", help=replicate)
     split = "number of processes that split each layer with --strat tp; default: 2"
@@ -179,11 +183,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    _resolve(options)
     command, environment = build_command(options), _environment(options)
     if options.dry_run:
         print(shlex.join([*(f"{name}={value}" for name, value in environment.items()), *command]))
         return 0
-    if options.gpus and max(map(int, options.gpus)) >= _num_gpus():  # else the script would silently train on the CPU
+    indices = [int(gpu) for gpu in options.gpus or () if gpu.isdecimal()]
+    if indices and max(indices) >= _num_gpus():  # else the script would silently train on the CPU
         got, do = f"{','.join(options.gpus)} with {_num_gpus()} GPUs", "GPU indices, which start at 0; or --cpu"
         raise fail(ArgumentError, "accmt launch --gpus", got=got, expected="GPUs of this machine", do=do)
     os.environ.update(environment)
@@ -208,6 +214,20 @@ def run(options: argparse.Namespace) -> int:
         print(describe_lost_machines(error), file=sys.stderr)
         return 1
     return 0
+
+
+def _resolve(options: argparse.Namespace) -> None:
+    """Replace a file of `accelerate config` and a slice of GPUs by what they stand for."""
+    if "." in (options.strat or ""):
+        options.config_file, options.strat = options.strat, None
+    if isinstance(options.num_processes, slice):
+        gpus = (options.gpus or list(map(str, range(_num_gpus()))))[options.num_processes]
+        if options.cpu or not gpus:
+            got, do = f"a slice without GPUs, of {_num_gpus()}", "-N 2, a number of processes"
+            raise fail(ArgumentError, "accmt launch -N", got=got, expected="GPUs in the slice", do=do)
+        options.gpus, options.num_processes = gpus, None
+    if options.config_file:
+        options.environment = {**options.environment, **apply_config(options.config_file, options)}
 
 
 def build_command(options: argparse.Namespace) -> list[str]:
@@ -276,7 +296,8 @@ def _environment(options: argparse.Namespace) -> dict[str, str]:
     if sizes:
         own["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     own |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
-    return _devices(options) | own
+    added: dict[str, str] = options.environment
+    return _devices(options) | own | added
 
 
 def _devices(options: argparse.Namespace) -> dict[str, str]:
@@ -289,40 +310,53 @@ def _devices(options: argparse.Namespace) -> dict[str, str]:
     return {_VISIBLE: ",".join(own.get(number, number) for number in options.gpus)}
 
 
-def _read_count(text: str) -> int:
-    if ":" in text:  # a slice in the original accmt
-        bounds = [int(bound) if bound.strip() else None for bound in text.split(":")]
-        chosen = range(_num_gpus() or 8)[slice(*bounds)]
-        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}; write --gpus {','.join(map(str, chosen))}")
-    if not text.lstrip("-").isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a number, got {text!r}")
-    return int(text)
+def _read_count(text: str) -> int | slice:
+    try:
+        if ":" not in text:
+            return int(text)
+        return slice(*[int(bound) if bound.strip() else None for bound in text.split(":")])
+    except (ValueError, TypeError) as error:
+        message = f"expected a number, or a slice of GPUs such as 2:, got {text!r}"
+        raise argparse.ArgumentTypeError(message) from error
 
 
 def _read_strategy(text: str) -> str:
-    if "." in text:
-        do = f"accelerate launch --config_file {text} train.py, or --strat with one of {', '.join(STRATEGIES)}"
-        raise argparse.ArgumentTypeError(f"expected a strategy, got the file {text!r}; write {do}")
+    if "." in text or text in STRATEGIES:  # a file of `accelerate config`, as in the original accmt
+        return text
     for name, strategy in (("ddp-", "ddp"), ("fsdp", "fsdp2"), ("deepspeed", "fsdp2")):
-        if text.startswith(name) and text not in STRATEGIES:
+        if text.startswith(name):
             precision = next((part for part in ("bf16", "fp16") if part in text), None)
             also = f', with Trainer(mixed_precision="{precision}")' if precision else ""
             raise argparse.ArgumentTypeError(f"{text!r} is none; write --strat {strategy}{also}")
-    return text
+    expected = f"one of {', '.join(STRATEGIES)}, or a file of `accelerate config`"
+    raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
 
 
-def _read_gpus(text: str) -> list[str]:
-    if text in ("all", "available"):
-        do = (
-            "leave --gpus out"
-            if text == "all"
-            else "write --gpus 0,1 with those that `nvidia-smi` shows without processes"
-        )
-        raise argparse.ArgumentTypeError(f"expected GPU indices, got {text!r}; {do}")
+def _read_gpus(text: str) -> list[str] | None:
+    if text == "all":
+        return None
+    if text == "available":
+        return _find_free_gpus()
     numbers = text.split(",")
     if not all(number.isdecimal() for number in numbers) or len(set(numbers)) < len(numbers):
         raise argparse.ArgumentTypeError(f"expected unique GPU indices such as 0,1, got {text!r}")
     return numbers
+
+
+def _find_free_gpus() -> list[str]:
+    """Return the UUIDs of the GPUs without processes: CUDA may number them in another order than `nvidia-smi`."""
+    from accmt.addons.gpu_processes import list_gpus, list_processes
+
+    gpus, processes = list_gpus(), list_processes()
+    visible = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    free = []
+    for uuid, index in gpus.items():
+        if uuid not in processes and (not visible or uuid in visible or index in visible):
+            free.append(uuid)
+    if not free:
+        got = "no GPU without processes" if gpus else "no GPUs of `nvidia-smi`"
+        raise argparse.ArgumentTypeError(f"{got}; write --gpus with the indices to share, or --cpu")
+    return free
 
 
 def _num_gpus() -> int:

@@ -14,6 +14,7 @@ from accmt.version import __version__
 COMMANDS = {
     "check": "verify checkpoints and print their contents",
     "data": "show the data of supervised fine-tuning before anything is trained",
+    "debug": "start a training script with parts of its Trainers turned off",
     "diff": "find the first step at which two runs diverge, and why",
     "evaluate": "evaluate the checkpoints of a run beside its training",
     "example": "print or write an example script",

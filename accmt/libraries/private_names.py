@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.cuda.memory import _dump_snapshot as _dump_snapshot  # noqa: PLC0414 - exported
+from torch.cuda.memory import _record_memory_history as _record_memory_history  # noqa: PLC0414
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414 - exported

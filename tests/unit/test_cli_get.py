@@ -80,6 +80,14 @@ def test_large_weights_are_sharded_and_load_again(folder, models, tmp_path, caps
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
+def test_weights_are_converted_and_tied_ones_stay_one(folder, models, tmp_path, capsys):
+    assert get(capsys, folder, tmp_path / "out", "--dtype", "bfloat16")[0] == 0
+    weights, trained = load_file(tmp_path / "out" / "model.safetensors"), models[1].state_dict()
+    assert ("2.weight" in weights) != ("3.weight" in weights)
+    assert torch.equal(weights["0.weight"], trained["0.weight"].bfloat16())
+    assert weights["1.num_batches_tracked"].dtype == torch.int64
+
+
 @pytest.mark.parametrize("damage", [flip, cut_in_half, delete])
 @pytest.mark.parametrize("name", [TENSORS, "state.json", "manifest.json"])
 def test_a_damaged_checkpoint_is_refused_and_nothing_is_written(damage, name, folder, tmp_path, capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -159,3 +160,100 @@ def test_example_writes_the_files_of_the_quickstart_once(tmp_path, capsys):
     assert main(["example", str(tmp_path / "new")]) == 2
     assert "a folder with train.py" in capsys.readouterr().err
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["mine"]
+
+
+# ---- As in the original accmt: slices, free GPUs, and files of `accelerate config`
+
+
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize(
+    ("typed", "gpus"),
+    [("-N 2:", "2,3"), ("-N :1", "0"), ("-N 1:3", "1,2"), ("--gpus 3,1,0 -N 1:", "1,0"), ("--gpus all -N 4", None)],
+)
+def test_a_slice_chooses_gpus(typed, gpus, capsys):
+    words = dry_run(capsys, *typed.split(), "train.py")
+    assert words[0] == (f"CUDA_VISIBLE_DEVICES={gpus}" if gpus else sys.executable)
+    assert processes_of(words) == ("single" if gpus == "0" else len(gpus.split(",")) if gpus else 4)
+
+
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize("typed", ["-N 4:", "-N 1:2:3:4", "-N two", "--cpu -N 1:", "--strat nothing"])
+def test_a_wrong_slice_or_strategy_is_an_error(typed, capsys):
+    try:
+        code = main(["launch", *typed.split(), "train.py"])
+    except SystemExit as error:
+        code = error.code
+    assert code == 2
+    assert "accmt launch" in capsys.readouterr().err
+
+
+CONFIG = {
+    "distributed_type": "MULTI_GPU",
+    "downcast_bf16": "no",
+    "gpu_ids": "all",
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 3,
+}
+FSDP = {
+    "fsdp_version": 2,
+    "fsdp_reshard_after_forward": True,
+    "fsdp_transformer_layer_cls_to_wrap": "BertLayer",
+}
+SIZES = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}
+CONFIGS = [
+    ({}, [], 3, ["ACCELERATE_MIXED_PRECISION=bf16"]),
+    ({}, ["-N", "2"], 2, ["ACCELERATE_MIXED_PRECISION=bf16"]),
+    ({"gpu_ids": "0, 2", "num_processes": 2}, [], 2, ["CUDA_VISIBLE_DEVICES=0,2"]),
+    ({}, ["--gpus", "1"], "single", ["CUDA_VISIBLE_DEVICES=1"]),
+    ({"use_cpu": True, "mixed_precision": "no"}, [], 3, ["ACCELERATE_USE_CPU=true", "ACCELERATE_MIXED_PRECISION=no"]),
+    (
+        {"distributed_type": "FSDP", "fsdp_config": FSDP, "parallelism_config": SIZES, "debug": True},
+        [],
+        3,
+        [
+            "ACCELERATE_USE_FSDP=true", "FSDP_VERSION=2", "FSDP_RESHARD_AFTER_FORWARD=true",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP=BertLayer", "ACCELERATE_USE_PARALLELISM_CONFIG=true",
+            "PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2", "ACCELERATE_DEBUG_MODE=true",
+        ],
+    ),
+    (
+        {
+            "num_machines": 2, "num_processes": 4,
+            "machine_rank": 1, "main_process_ip": "10.0.0.1", "main_process_port": 5,
+        },
+        [],
+        2,
+        ["--nnodes=2", "--node-rank=1", "--master-addr=10.0.0.1", "--master-port=5"],
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize(("changes", "typed", "processes", "words"), CONFIGS)
+@pytest.mark.parametrize("flag", ["--config_file", "--strat"])
+def test_a_file_of_accelerate_config_sets_what_was_not_typed(flag, changes, typed, processes, words, capsys):
+    Path("mine.json").write_text(json.dumps({**CONFIG, **changes}))
+    printed = dry_run(capsys, flag, "mine.json", *typed, "train.py")
+    assert processes_of(printed) == processes
+    assert set(words) <= set(printed)
+
+
+WRONG = [
+    ({"distributed_type": "DEEPSPEED"}, "--strat fsdp2"),
+    ({"distributed_type": "MEGATRON_LM"}, "--strat fsdp2"),
+    ({"mixed_precision": "fp8", "downcast_bf16": True}, "mixed_precision: bf16"),
+    ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "FULL_SHARD"}}, "accelerate to-fsdp2"),
+    ({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "Trainer(compile=True)"),
+    ({"nonsense": 1}, "accelerate config --config_file"),
+]
+
+
+@pytest.mark.usefixtures("four_gpus", "script")
+@pytest.mark.parametrize(("changes", "line"), WRONG)
+def test_what_a_file_asks_for_and_is_not_here_is_an_error_with_the_line(changes, line, capsys):
+    Path("mine.json").write_text(json.dumps({**CONFIG, **changes}))
+    assert main(["launch", "--config_file", "mine.json", "train.py"]) == 2
+    assert line in capsys.readouterr().err
+    assert main(["launch", "--config_file", "nowhere.yaml", "train.py"]) == 2
+    assert "no such file" in capsys.readouterr().err

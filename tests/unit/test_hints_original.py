@@ -15,15 +15,16 @@ from accelerate.parallelism_config import ParallelismConfig
 
 import accmt
 from accmt import Metric, Trainer, TrainingState
-from accmt.addons.hints.original import ATTRIBUTES, METRIC_KEYWORDS, NAMES, UTILITIES
+from accmt.addons.hints.original import ATTRIBUTES, HOMES, METRIC_KEYWORDS, NAMES, UTILITIES
 from accmt.addons.hints.table import FOREIGN
+from accmt.addons.recursive_collators import COLLATORS
 from accmt.callbacks import HOOKS
 from accmt.cli.main import COMMANDS, main
 from accmt.errors import ArgumentError, UnknownArgumentError
 from accmt.options import Settings
 from accmt.trainer.calls import ALIASES
 from tests.tables import each
-from tests.toys import HPS, Linear, check_module, make_points, make_trainer
+from tests.toys import HPS, ByHand, Linear, check_module, make_points, make_trainer
 
 EXISTS = ""
 ARGUMENTS: dict[str, tuple[Any, str]] = {
@@ -63,13 +64,11 @@ SAME_ARGUMENTS = [
     "eval_when_finish", "eval_when_start", "monitor", "metrics", "callback", "inference_mode",
 ]  # fmt: skip
 OF_MODULE = {
-    "pad": "pad_sequence",
     "register": "accmt.ChainedOptimizer",
     "additional_backward": "self.backward(loss)",
     "additional_optimizer_step": "self.step_optimizer(optimizer)",
     "additional_optimizer_zero_grad": "self.zero_grad()",
     "additional_scheduler_step": "self.step_scheduler(scheduler)",
-    "free_memory": "torch.accelerator.empty_cache()",
     "compile": "Trainer(compile={",
     "reset_optimizer": "self.trainer.reset_optimizer()",
     "save_temp_state": "self.trainer.save_checkpoint(",
@@ -83,12 +82,12 @@ OVERRIDES = {
 SAME_OF_MODULE = [
     "forward", "training_step", "validation_step", "test_step", "get_optimizer", "get_scheduler",
     "get_train_dataloader", "get_validation_dataloader", "log", "from_hf", "collate_fn", "collate_fn_train",
-    "collate_fn_val",
+    "collate_fn_val", "pad", "free_memory",
 ]  # fmt: skip
 SAME_NAMES = [
     "AcceleratorModule", "Callback", "ExtendedAcceleratorModule", "HyperParameters", "Monitor", "Optimizer",
     "Scheduler", "Trainer", "accelerator", "allow_tf32", "on_last_process", "on_local_main_process",
-    "on_local_process", "on_main_process", "on_process",
+    "on_local_process", "on_main_process", "on_process", *HOMES,
 ]  # fmt: skip
 SAME_UTILITIES = ("dist_breakpoint", "iterbatch", "set_seed")
 
@@ -146,7 +145,7 @@ def test_an_attribute_error_of_a_property_stays_what_it_is():
 @each("name", [*SAME_NAMES, *NAMES, "accelerator", "set_seed"])
 def test_a_name_of_the_package_exists_or_its_error_has_the_line(name):
     if name not in NAMES:
-        assert name in dir(accmt)
+        getattr(accmt, name)
         return
     with pytest.raises(ImportError) as caught:
         getattr(accmt, name)
@@ -167,6 +166,27 @@ def test_a_utility_exists_or_its_error_has_the_line(name):
         _ = utils.something
 
 
+MODULES = {
+    "callbacks": "Callback", "collate_fns": "DataCollatorForSeq2Seq", "curriculum": "RatioCurriculum",
+    "debug_timings": "DebugTimings", "decorators": "on_process", "evaluator": "Evaluator",
+    "hp_search": "HyperParameterSearch", "hyperparameters": "HyperParameters", "metrics": "Metric",
+    "modules": "AcceleratorModule", "monitor": "Monitor", "states": "TrainingState", "tqdm": "tqdm",
+    "tracker": "MLFlow", "trainer": "Trainer",
+}  # fmt: skip
+
+
+@each(("module", "name"), MODULES.items())
+def test_a_module_of_the_original_has_its_names(module, name):
+    found = importlib.import_module(f"accmt.{module}")
+    if name in NAMES or name in UTILITIES:
+        with pytest.raises(ImportError, match="do: write"):
+            getattr(found, name)
+        return
+    assert getattr(found, name) is getattr(accmt, name) or name in COLLATORS
+    with pytest.raises(AttributeError):
+        _ = found.something
+
+
 @each("kind", [Metric, accmt.metrics.MetricParallel, accmt.metrics.MetricBatch])
 def test_a_keyword_of_a_metric_is_an_error_with_the_line(kind):
     mine = type("Mine", (kind,), {"compute": lambda self, predictions, references: {}})
@@ -182,19 +202,10 @@ def test_a_keyword_of_a_metric_is_an_error_with_the_line(kind):
 SHELL = [
     ("alaunch -n 0 -e 1 train.py", "accmt evaluate RUN --watch"),
     ("async-launch train.py", "accmt evaluate RUN --watch"),
-    ("debug train.py", "resume=False) for level 3"),
-    ("debug -L 1 train.py", "Trainer(log_with=None) for level 1"),
-    ("debug --level 2 train.py", "compile=False) for level 2"),
-    ("adebug --level 4 train.py", "eval_when_start=False) for level 4"),
-    ("async-debug --level 5 train.py", 'evaluate_every_n_steps="never") for level 5'),
-    ("debug-levels", "for level 3"),
-    ("get here --dtype float16", "dtype=torch.float16"),
+    ("adebug --level 4 train.py", "`accmt debug --gpus 0,1 train.py`"),
+    ("debug-levels", "`accmt debug --help`"),
     ("get here -o there", "accmt get CHECKPOINT FOLDER"),
-    ("launch --gpus available train.py", "--gpus 0,1"),
-    ("launch --gpus all train.py", "leave --gpus out"),
     ("launch -n 0,1 train.py", "--gpus 0,1"),
-    ("launch -N 2: train.py", "--gpus 2,3"),
-    ("launch --strat mine.yaml train.py", "accelerate launch --config_file mine.yaml train.py"),
     ("launch --strat fsdp-bf16 train.py", 'fsdp2, with Trainer(mixed_precision="bf16")'),
     ("launch --strat deepspeed-2 train.py", "--strat fsdp2"),
     ("launch --debug-timings train.py", 'Trainer(profiler="simple")'),
@@ -241,7 +252,7 @@ def test_what_the_advice_names_exists(advice):
     for path in re.findall(r"self\.(trainer|state)\.(\w+)", advice):
         resolve(ROOTS[path[0]], path[1])
     for name in re.findall(r"self\.(\w+)\(", advice):
-        assert hasattr(accmt.ExtendedAcceleratorModule, name), name
+        assert hasattr(ByHand(), name), name
     for path in re.findall(
         r"(?<![\w.])((?:torch|transformers|numpy|accelerate|tqdm|importlib|urllib|random)\.[\w.]+)", advice
     ):

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
+from accmt.addons import module_tools
 from accmt.callbacks.callback import HOOKS
 from accmt.errors import ModuleContractError, combine, explain, fail, nearest
 from accmt.module import AcceleratorModule, defines
@@ -128,7 +129,6 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "compile": 'Trainer(compile={"mode": "default"})',
     "current_epoch": "self.state.epoch",
     "eval": "self.model.eval()",
-    "free_memory": "del tensor; torch.accelerator.empty_cache()",
     "global_rank": "self.accelerator.process_index",
     "global_step": "self.state.global_step",
     "hparams": "self.trainer.hps",
@@ -139,8 +139,6 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "manual_backward": "self.backward(loss), in a class derived from ExtendedAcceleratorModule",
     "named_parameters": "self.model.named_parameters()",
     "optimizers": "self.optimizer, or self.optimizers() in a class derived from ExtendedAcceleratorModule",
-    "pad": "torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=0, padding_side='right') for the"
-    " longest; torch.nn.functional.pad(tensor, (0, max_length - tensor.shape[-1])) for a length",
     "parameters": "self.model.parameters()",
     "print": "print if self.trainer.is_main",
     "register": 'self.model = torch.nn.ModuleDict({"first": first, "second": second}), and def get_optimizer(self):'
@@ -175,13 +173,20 @@ def find_foreign_method(name: str) -> tuple[str, str] | None:
     return None
 
 
-def describe_missing(module: object, name: str) -> str:
-    """Return the error message for a missing attribute of a module."""
-    here = FOREIGN_ATTRIBUTES.get(name)
-    if here is None:
-        return f"{type(module).__name__!r} object has no attribute {name!r}"
+def find_attribute(module: object, name: str) -> Any:
+    """Return a tool of the original accmt's modules, such as `pad`.
+
+    Raises:
+        AttributeError: There is no such attribute; the message has the line to write, if it exists elsewhere.
+    """
+    if name in module_tools.NAMES:
+        return getattr(module_tools, name)
+    do = FOREIGN_ATTRIBUTES.get(name)
+    if do is None:
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}", name=name, obj=module)
     got, expected = "an attribute of another trainer's module", "an attribute of an AcceleratorModule"
-    return explain(f"self.{name}", got, expected, here if here.startswith("leave ") else f"write {here}")
+    message = explain(f"self.{name}", got, expected, do if do.startswith("leave ") else f"write {do}")
+    raise AttributeError(message, name=name, obj=module)
 
 
 def reject_foreign_methods(module: Any) -> None:

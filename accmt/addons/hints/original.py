@@ -1,42 +1,37 @@
-"""Names of the original accmt that do not exist here, and what to write instead."""
+"""Names of the original accmt: where they are, or what to write instead."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any, NoReturn
 
+from accmt.addons.recursive_collators import COLLATORS
+from accmt.data import set_seed
+from accmt.engine.accelerator import current_accelerator
 from accmt.errors import UnknownArgumentError, combine, explain, fail, nearest
 
-_COLLATOR = (
-    "Trainer(collate_fn=collator) with collator = transformers.{name}; for rows that are tuples:"
-    " Trainer(collate_fn=lambda rows: tuple(map(collator, zip(*rows))))"
-)
 _PREPARE = "with self.accelerator.split_between_processes(rows) as part: ..."
 _IS_INSTALLED = 'importlib.util.find_spec("{package}") is not None'
 _EVALUATE = 'Trainer(evaluate_every_n_steps="never"), and run `accmt evaluate RUN --watch` in another process'
-_SWEEP = 'accmt.Sweep({"optim.lr": {"log_uniform": [1e-5, 1e-3]}}, {"accuracy": "max"}, trials=20).run(train)'
 _SEED = "trainer.settings.running.seed"
 
+HOMES: Mapping[str, str] = {
+    "DataCollatorForLongestSequence": "accmt.data",
+    "HyperParameterSearch": "accmt.addons.hyper_parameter_search",
+    **dict.fromkeys(("RecursiveCollator", *COLLATORS), "accmt.addons.recursive_collators"),
+}
+"""Names of the package that exist, and their modules."""
+
 NAMES: Mapping[str, str] = {
+    "DataCollatorForWholeWordMask": "accmt.RecursiveCollator(collator) with collator ="
+    " transformers.DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True), which needs samples of one length:"
+    ' tokenizer(text, padding="max_length", return_offsets_mapping=True)',
     "Evaluator": "trainer.test(module, data), or trainer.validate(module, data)",
-    "HyperParameterSearch": _SWEEP,
     "autocast": 'Trainer(mixed_precision="bf16"), which runs steps under autocast',
     "autocast_": 'Trainer(mixed_precision="bf16"), which runs steps under autocast',
     "precision": "torch.get_autocast_dtype(self.device.type) in a step",
     "tqdm": "tqdm.auto.tqdm(rows, disable=not trainer.is_main)",
-    **{
-        f"DataCollator{kind}": _COLLATOR.format(name=f"DataCollator{kind}(tokenizer)")
-        for kind in (
-            "ForLanguageModeling",
-            "ForPermutationLanguageModeling",
-            "ForSeq2Seq",
-            "ForTokenClassification",
-            "WithPadding",
-        )
-    },
-    "DataCollatorForWholeWordMask": _COLLATOR.format(
-        name="DataCollatorForLanguageModeling(tokenizer, whole_word_mask=True)"
-    ),
 }
 """Names of the package, and what to write."""
 
@@ -77,7 +72,7 @@ UTILITIES: Mapping[str, str] = {
     "is_tf32_supported": "torch.cuda.is_tf32_supported()",
     "is_transformers_available": _IS_INSTALLED.format(package="transformers"),
     "is_url": "urllib.parse.urlparse(text).scheme",
-    "pad": "torch.nn.functional.pad(tensor, (0, max_length - tensor.shape[-1]))",
+    "pad": "self.pad(tensor, 0, max_length=8)",
     "prepare": _PREPARE,
     "prepare_array": _PREPARE,
     "prepare_dataframe": _PREPARE,
@@ -119,29 +114,35 @@ _PARALLELISM = {
 }
 
 
-def missing_name(name: str) -> ImportError | AttributeError:
-    """Return the error for a name that the package does not have."""
-    do = NAMES.get(name) or UTILITIES.get(name)
-    if do is None:
-        return AttributeError(f"module 'accmt' has no attribute {name!r}", name=name)
-    return ImportError(_describe(f"accmt.{name}", "a name of accmt", do), name="accmt")
-
-
-def find_utility(name: str) -> Any:
-    """Return what a name of the original `utils` stands for.
+def find_name(name: str) -> Any:
+    """Return what a name of the original stands for.
 
     Raises:
         ImportError: It does not exist; the message has the line to write.
         AttributeError: The original has no such name either.
     """
+    if name == "accelerator":
+        return current_accelerator()
+    if name == "seed_everything":
+        return set_seed
+    if name in HOMES:
+        return getattr(import_module(HOMES[name]), name)
+    do = NAMES.get(name) or UTILITIES.get(name)
+    if do is None:
+        message = f"module 'accmt' has no attribute {name!r}"
+        raise AttributeError(message, name=name)
+    raise ImportError(_describe(f"accmt.{name}", "a name of accmt", do), name="accmt")
+
+
+def find_in_module(name: str) -> Any:
+    """Return a name from one of the original's modules, such as `accmt.hp_search`: here, all are names of the package.
+
+    Raises:
+        ImportError, AttributeError: As `find_name`.
+    """
     import accmt
 
-    if name in accmt.__all__:
-        return getattr(accmt, name)
-    if name in UTILITIES:
-        raise ImportError(_describe(f"accmt.utils.{name}", "a name of accmt", UTILITIES[name]), name="accmt.utils")
-    message = f"module 'accmt.utils' has no attribute {name!r}"
-    raise AttributeError(message, name=name)
+    return getattr(accmt, name) if name in accmt.__all__ else find_name(name)
 
 
 def reject_former_attribute(owner: object, name: str) -> None:

@@ -1,0 +1,1 @@
+"""Modules of the original accmt, found as `accmt.<name>`: their names are those of the package."""
