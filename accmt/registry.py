@@ -86,6 +86,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "evaluation_metric": "accmt.addons.evaluate_metrics:EvaluationMetric",
         "find_attribute": "accmt.addons.hints.methods:find_attribute",
         "find_disks": "accmt.addons.separate_disks:find_disks",
+        "find_former_attribute": "accmt.addons.hints.original:find_former_attribute",
         "find_name": "accmt.addons.hints.original:find_name",
         "find_newest_on_disks": "accmt.addons.several_disks:find_newest_on_disks",
         "find_trackers": "accmt.addons.trackers.spec:find_specs",
@@ -102,7 +103,6 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hint_for_option": "accmt.addons.hints.original:find_option",
-        "reject_former_attribute": "accmt.addons.hints.original:reject_former_attribute",
         "reject_metric_keywords": "accmt.addons.hints.original:reject_metric_keywords",
         "read_parallelism": "accmt.addons.parallelism_argument:read_parallelism",
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",
@@ -282,6 +282,5 @@ class FormerNames:
     if not TYPE_CHECKING:  # where every name would exist
 
         def __getattr__(self, name: str) -> Any:
-            """Raise an error with the line to write, or the usual one."""
-            addon("reject_former_attribute")(self, name)
-            return super().__getattribute__(name)  # also if a property raised an AttributeError: that error again
+            """Return what the name stands for, or raise an error with the line to write, or the usual one."""
+            return addon("find_former_attribute")(self, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from accmt.addons.hints.original import group_by_set
 from accmt.addons.sweep.worker import Sweep
 from accmt.callbacks.callback import StatelessCallback
 from accmt.errors import ArgumentError, fail
@@ -114,7 +115,8 @@ class HyperParameterSearch:
 
         objective = "valid_loss" if best_metric_fn is None else _SCORE
         callbacks = [_Score(best_metric_fn)] if best_metric_fn else []
-        callbacks += self._arguments.get("callbacks") or []
+        passed = self._arguments.get("callbacks") or []
+        callbacks += passed if isinstance(passed, list | tuple) else [passed]
 
         def train() -> None:
             trainer = accmt.Trainer(self._hps, "out/model", **{**self._arguments, "callbacks": callbacks})
@@ -131,9 +133,5 @@ class _Score(StatelessCallback):
         self._function = function
 
     def on_evaluation_end(self, metrics: Mapping[str, float]) -> None:
-        loss = self.trainer.settings.tracking.val_loss_metric_name
-        by_set: dict[str, dict[str, float]] = {}
-        for name, value in metrics.items():
-            metric, _, key = name.partition("__")
-            by_set.setdefault(key or "0", {})["valid_loss" if metric == loss else metric] = value
+        by_set = group_by_set(metrics, self.trainer.settings.tracking.val_loss_metric_name)
         self.module.log(_SCORE, self._function(by_set), instant=True)

@@ -122,6 +122,15 @@ def test_a_method_that_the_original_calls_is_an_error_with_the_line(name, line):
     assert line in str(caught.value)
 
 
+def test_attributes_that_have_another_name_here_have_its_value():
+    trainer = make_trainer()
+    trainer.fit(Linear(), make_points(8), make_points(4))
+    state = trainer.state
+    assert state.is_end_of_epoch == state.is_last_training_batch
+    assert state.additional_metrics == {"0": {"valid_loss": state.metrics["val_loss"]}}
+    assert trainer.log_artifact == trainer.run.module.log_artifact
+
+
 @each(("kind", "name"), [(kind, name) for kind, names in ATTRIBUTES.items() for name in names])
 def test_an_attribute_of_trainer_and_state_is_an_error_with_the_line(kind, name):
     owner = make_trainer() if kind == "Trainer" else TrainingState()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -82,8 +82,6 @@ UTILITIES: Mapping[str, str] = {
 """Names of the package's `utils`, and what to write."""
 
 _OF_STATE = {
-    "additional_metrics": "state.metrics",
-    "is_end_of_epoch": "state.is_last_training_batch, or def on_epoch_end(self)",
     "is_last_validation_batch": "def on_evaluation_end(self, metrics)",
     "num_checkpoints_made": "self.num_checkpoints += 1 in def on_save_checkpoint(self, folder)",
     "train_dataloader_idx": "state.global_step, at which the stages of accmt.StepsCurriculum begin",
@@ -91,8 +89,6 @@ _OF_STATE = {
 _OF_TRAINER = {
     "evaluate_on_test": "trainer.test(module, data)",
     "evaluate_on_validation": "trainer.validate(module, data)",
-    "log_artifact": 'self.log_artifact("note.txt") in a step or hook of the module',
-    "log_artifacts": 'self.log_artifacts("folder") in a step or hook of the module',
 }
 ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER}
 """Attributes by class, and what to write."""
@@ -145,17 +141,47 @@ def find_in_module(name: str) -> Any:
     return getattr(accmt, name) if name in accmt.__all__ else find_name(name)
 
 
-def reject_former_attribute(owner: object, name: str) -> None:
-    """Reject an attribute of the original Trainer or state.
+def find_former_attribute(owner: object, name: str) -> Any:
+    """Return what an attribute of the original Trainer or state stands for.
 
     Raises:
-        AttributeError: It is one; the message has the line to write.
+        AttributeError: It does not exist; if the original has it, the message has the line to write.
     """
     for kind in type(owner).__mro__:
+        if name in FORMER.get(kind.__name__, {}):
+            return FORMER[kind.__name__][name](owner)
         do = ATTRIBUTES.get(kind.__name__, {}).get(name)
         if do is not None:
             message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do)
             raise AttributeError(message, name=name, obj=owner)
+    return object.__getattribute__(owner, name)  # also if a property raised an AttributeError: that error again
+
+
+def group_by_set(metrics: Mapping[str, float], loss: str = "val_loss") -> dict[str, dict[str, float]]:
+    """Return metrics by the key of their validation set, with the original's names.
+
+    Args:
+        metrics: Results of an evaluation, by name; those of a single validation set get the key "0".
+        loss: The name of the loss, which the original calls "valid_loss".
+    """
+    by_set: dict[str, dict[str, float]] = {}
+    for name, value in metrics.items():
+        metric, _, key = name.partition("__")
+        by_set.setdefault(key or "0", {})["valid_loss" if metric == loss else metric] = value
+    return by_set
+
+
+FORMER: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
+    "TrainingState": {
+        "additional_metrics": lambda state: group_by_set(state.metrics),
+        "is_end_of_epoch": lambda state: state.is_last_training_batch,
+    },
+    "Trainer": {
+        "log_artifact": lambda trainer: trainer.run.module.log_artifact,
+        "log_artifacts": lambda trainer: trainer.run.module.log_artifacts,
+    },
+}
+"""Attributes by class that exist under another name, and what returns their value."""
 
 
 def reject_metric_keywords(kind: str, name: str, unknown: Mapping[str, Any]) -> NoReturn:
