@@ -104,8 +104,6 @@ FOREIGN_METHODS: Mapping[str, Mapping[str, str]] = {
         "save_model": "def on_save_model(self, folder)",
     },
     "the original accmt": {
-        "after_eval": "def on_evaluation_end(self, metrics)",
-        "before_eval": "def on_evaluation_start(self)",
         "compile": 'Trainer(compile={"mode": "default"}); self.teacher = torch.compile(teacher) in __init__',
     },
     "PyMarlin's ModuleInterface": {
