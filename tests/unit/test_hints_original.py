@@ -75,8 +75,6 @@ OF_MODULE = {
     "load_temp_state": "Trainer(resume=",
 }
 OVERRIDES = {
-    "before_eval": "def on_evaluation_start",
-    "after_eval": "def on_evaluation_end",
     "compile": "compile={",
 }
 SAME_OF_MODULE = [
