@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
 from accmt.callbacks import Callback
@@ -64,6 +65,9 @@ class TransformersCallback(Callback):
     def on_fit_start(self) -> None:
         """Call `on_init_end` and `on_train_begin`."""
         self._args = _make_arguments(self.trainer)
+        Path(self._args.output_dir).mkdir(
+            parents=True, exist_ok=True
+        )  # as their Trainer does; CodeCarbon's requires it
         self._call("on_init_end")
         self._control.should_training_stop = False
         self._call("on_train_begin")
@@ -199,6 +203,7 @@ def _make_arguments(trainer: Any) -> Any:
 
     It is not constructed: its constructor chooses devices and sets environment variables for a Trainer of transformers.
     """
+    from accelerate import PartialState
     from transformers import TrainingArguments
 
     settings, run = trainer.settings, trainer.run
@@ -223,6 +228,10 @@ def _make_arguments(trainer: Any) -> Any:
         "logging_steps": max(settings.tracking.log_steps, 1),
         "bf16": run.accelerator.mixed_precision == "bf16",
         "fp16": run.accelerator.mixed_precision == "fp16",
+        # Else the first `args.device` would set up devices again, and reset the run's Accelerator.
+        "_setup_devices": run.device,
+        "_n_gpu": int(run.device.type == "cuda"),
+        "distributed_state": PartialState(),
     }
     vars(arguments).update(known)
     return arguments

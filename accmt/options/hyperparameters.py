@@ -163,6 +163,15 @@ class HyperParameters:
         hps._take(addon("overlay_flags")(document, flags) if flags else document)
         return hps
 
+    @classmethod
+    def from_training_arguments(cls, arguments: Any) -> HyperParameters:
+        """Read the hyper-parameters in a `TrainingArguments` of transformers, as `Trainer(arguments)` does.
+
+        Raises:
+            HyperParameterError: Anything in it is invalid here.
+        """
+        return cls.from_config(arguments)
+
     def _take(self, document: Document) -> None:
         from accmt.options.schema import check
 

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from accmt.errors import (
     HyperParameterError,
     HyperParameterFileError,
-    HyperParameterTypeError,
     combine,
     describe_value,
     fail,
@@ -132,7 +131,7 @@ def read_document(source: object) -> Document:
         source: A path to a .yaml, .yml or .json file, or a dict, with or without the outer `hps`. Not modified.
 
     Raises:
-        HyperParameterTypeError: `source` is something else.
+        HyperParameterTypeError: `source` is something else, and no add-on reads it.
         HyperParameterFileError: There is no such file.
         HyperParameterError: The path is a folder or has another ending, or the content is empty, not valid YAML or
             JSON, or not a mapping.
@@ -141,13 +140,7 @@ def read_document(source: object) -> Document:
         return _unwrap("hps_config", read_numbers(to_plain(source)), {}, [])
     if isinstance(source, str | os.PathLike):
         return _read_file(Path(source))
-    raise fail(
-        HyperParameterTypeError,
-        "hps_config",
-        got=describe_value(source),
-        expected="a path to a .yaml, .yml or .json file, a dict, or HyperParameters",
-        do='pass hps_config="hps.yaml", the path of your file',
-    )
+    return read_document(addon("read_source")(source))
 
 
 def _read_file(path: Path) -> Document:

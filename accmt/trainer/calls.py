@@ -15,6 +15,7 @@ from torch import nn
 
 from accmt.errors import AccmtError, MissingArgumentError, UnknownArgumentError, combine, fail
 from accmt.options.settings import Settings
+from accmt.registry import addon
 
 ALIASES = {
     "model_saving_aboce": "model_saving_above",
@@ -44,8 +45,8 @@ def reports_at_call(init: Init) -> Init:
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
         if args and isinstance(args[0], nn.Module):  # in the order of transformers' Trainer
             args, kwargs = (), {**dict(zip(_OF_TRANSFORMERS, args, strict=False)), **kwargs}
-        if args and is_dataclass(args[0]) and hasattr(args[0], "output_dir"):  # TrainingArguments, or a subclass
-            args, kwargs = (), {**dict(zip(("args", "model_path"), args, strict=False)), **kwargs}
+        if is_dataclass(args[0] if args else kwargs.get("hps_config")):  # another trainer's arguments
+            args, kwargs = (), addon("read_arguments")(*args, **kwargs)
         missing = [name for name in _REQUIRED[len(args) :] if name not in kwargs]
         stand_ins = {name: _STAND_INS[name] for name in missing}
         errors: list[AccmtError] = []

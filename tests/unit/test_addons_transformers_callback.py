@@ -81,6 +81,20 @@ def test_the_flags_of_control_log_evaluate_save_and_stop(tmp_path: Path):
     assert trainer.state.global_step == 3
 
 
+def test_a_callback_may_ask_for_the_device_the_data_and_the_tokenizer_and_write_into_the_folder(tmp_path: Path):
+    class Asking(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.answers = (args.device.type, args.world_size, args.n_gpu, args.process_index, args.train_batch_size)
+            self.num_batches = len(others["train_dataloader"]), len(others["eval_dataloader"])
+            assert others["processing_class"] is None
+            Path(args.output_dir, "notes.txt").write_text("mine")
+
+    asking = Asking()
+    assert train(asking, tmp_path, accelerator={"cpu": True}).state.global_step == 8
+    assert (asking.answers, asking.num_batches) == (("cpu", 1, 0, 0, 2), (4, 2))
+    assert (tmp_path / "model" / "notes.txt").exists()
+
+
 def test_its_state_survives_an_interruption(tmp_path: Path):
     class Counting(TrainerCallback, ExportableState):
         def __init__(self) -> None:

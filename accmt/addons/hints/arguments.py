@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields
 from enum import Enum
 from functools import partial
 from math import inf
@@ -31,20 +31,6 @@ _PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
 _VALUE = re.compile(r"<([^<>]*)>")
 _ENTRY = re.compile(r"([\w.]+): (<?\[[^\]]*\]>?|[^,]+)")
 _WARMUP = ("num_warmup_steps", "warmup_ratio")
-
-_SET_BY_ITSELF = ("disable_tqdm", "optim")
-"""Values that `TrainingArguments` sets itself, or that are the same in accmt."""
-
-_OTHER_DEFAULTS = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "learning_rate",
-    "lr_scheduler_type",
-    "max_grad_norm",
-    "num_train_epochs",
-    "weight_decay",
-)
-"""Arguments with another default in accmt, or without one."""
 
 EXAMPLE = object()
 """Placeholder for an unknown value: the hint is then the example in the table."""
@@ -100,8 +86,6 @@ def find_foreign(
     """
     for owner, names in FOREIGN.items():
         if name in names:
-            if name == "args" and is_dataclass(value):
-                return owner, _write_each(value)
             advice = None if value is EXAMPLE else advise(name, value, beside)
             return owner, _write(advice or example_of(name))
     return None
@@ -206,7 +190,7 @@ def _write_section(section: str, lines: Iterable[str], given: Mapping[str, Any])
         steps = entries.get(_WARMUP[0], "1")
         if float(steps) < 1 and "." in steps:  # newer versions of transformers treat it as a ratio
             entries |= {_WARMUP[1]: entries.pop(_WARMUP[0])}
-        if "armup" not in entries["type"]:  # other schedulers have no warm-up in transformers either
+        if entries["type"] in ("Constant", "ReduceLROnPlateau"):  # which do not warm up
             entries = {key: text for key, text in entries.items() if key not in _WARMUP}
     if all(name in entries for name in _WARMUP):  # as in other trainers, steps override the ratio
         del entries[_WARMUP[float(entries[_WARMUP[0]]) > 0]]
@@ -232,26 +216,12 @@ def _settle_optimizer(entries: dict[str, str], values: Mapping[str, str], given:
     if not float(entries.get("weight_decay", 0)):
         entries.pop("no_decay", None)
     betas = {name: entries.pop(name) for name in ("beta1", "beta2") if name in entries}
-    if betas and "Adam" in entries["type"]:
+    if entries["type"] == "Adafactor":  # as in transformers' Trainer, at the learning rate that is set
+        entries |= {"scale_parameter": "false", "relative_step": "false"}
+    if betas and any(kind in entries["type"] for kind in ("Adam", "Lion")):
         entries["betas"] = f"[{float(betas.get('beta1', 0.9))}, {float(betas.get('beta2', 0.999))}]"
     if "Adam" not in entries["type"]:
         entries.pop("eps", None)
-
-
-def _write_each(arguments: Any) -> str:
-    """Return the hints for all values of an object such as `TrainingArguments` that differ from accmt's defaults."""
-    changed = {}
-    for field in fields(arguments):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        value = getattr(arguments, field.name)
-        is_off = value is None or (value is False and not default)
-        is_default = value == default and field.name not in _OTHER_DEFAULTS
-        if not (is_off or is_default or field.name in _SET_BY_ITSELF):
-            changed[field.name] = value
-    beside = {**changed, "optim": getattr(arguments, "optim", None)}
-    advice = {name: advise_key(name, beside) for name in changed}
-    lines = [f"{name}: {do.partition(': `')[0]}" for name, do in advice.items() if do and not do.startswith("leave ")]
-    return "write its values as arguments and hyper-parameters:" + "".join(f"\n    {line}" for line in lines)
 
 
 def find_replaced(name: str, value: Any) -> str | None:

@@ -75,7 +75,9 @@ def _trackers(value: Any) -> str | None:
         return (
             f"there is no tracker {', '.join(names)}; for another: Trainer(log_with=accmt.MLFlow)" if is_named else None
         )
-    return f"Trainer(log_with={found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'})"
+    missing = [name for name in names if not any(word in name for word in _TRACKERS)]
+    remark = f"  # there is no tracker {', '.join(missing)}" if missing else ""
+    return f"Trainer(log_with={found[0] if len(found) == 1 else '[' + ', '.join(found) + ']'}){remark}"
 
 
 def _accumulation(value: Any) -> str | None:
@@ -122,7 +124,7 @@ def _epochs(value: Any) -> str | None:
     if not is_number(value):
         return None
     is_whole = int(value) == value
-    return f"epochs: {int(value)}" if is_whole else f"epochs: {int(value) + 1}, and max_steps for {value} epochs"
+    return f"epochs: {int(value)}" if is_whole else f"epochs: {int(value) + 1}  # and max_steps for {value} epochs"
 
 
 def _interval(value: Any) -> str | None:
@@ -236,7 +238,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "auto_find_batch_size": "max_micro_batch_size: auto | the batch size does not change by default",
         "average_tokens_across_devices": "leave it out: all tokens of all processes have the same weight",
         "bf16": f'Trainer(mixed_precision="bf16") | {_PRECISION}',
-        "data_seed": "Trainer(seed=0)",
+        "data_seed": "there is one seed for weights and data: Trainer(seed=<0>)",
         "ddp_broadcast_buffers": f"leave it out: {_DDP}",
         "ddp_bucket_cap_mb": f'Trainer(parallelism={{"ddp": {{"bucket_cap_mb": <25>}}}}) | {_DDP}',
         "ddp_find_unused_parameters": 'Trainer(parallelism={"ddp": {"find_unused_parameters": True}})'
@@ -257,7 +259,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "evaluation_strategy": _EVALUATION,
         "fp16": f'Trainer(mixed_precision="fp16") | {_PRECISION}',
         "fsdp": f"{_FSDP} | several processes use DDP by default",
-        "full_determinism": 'Trainer(seed=0, torch_flags={"deterministic": True}) | it is off by default',
+        "full_determinism": 'Trainer(torch_flags={"deterministic": True}) | it is off by default',
         "gradient_accumulation_steps": ("Trainer(grad_accumulation_steps=4)", _accumulation),
         "gradient_checkpointing_kwargs": 'Trainer(gradient_checkpointing=<{"use_reentrant": False}>) | it is empty',
         "greater_is_better": {
@@ -291,7 +293,10 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "per_device_eval_batch_size": "batch_size: [16, <32>] | batch_size is used for both",
         "per_device_train_batch_size": "batch_size: <16> | batch_size has no default",
         "push_to_hub": _UPLOAD,
-        "remove_unused_columns": 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
+        "remove_unused_columns": {
+            True: 'dataset.select_columns(["input_ids", "attention_mask", "labels"])',
+            False: "leave it out: columns are kept",
+        },
         "report_to": ("Trainer(log_with=accmt.TensorBoard)", _trackers),
         "resume_from_checkpoint": ("Trainer(resume=True)", _resume),
         "save_safetensors": {
@@ -322,7 +327,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "warmup_steps": "scheduler + num_warmup_steps: <100> | there is no warm-up by default",
     },
     "transformers' Trainer": {
-        "args": 'Trainer(model_path="out/model"), and its other values as arguments and hyper-parameters',
+        "args": "Trainer(hps_config=args)",
         "compute_loss_func": "def training_step(self, batch): return loss",
         "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
         "data_collator": "Trainer(collate_fn=collator)",
