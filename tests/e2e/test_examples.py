@@ -411,3 +411,19 @@ def test_the_weights_have_the_same_digest_on_one_process_and_when_two_resume_it(
     assert alone is not None
     assert resumed is not None
     assert alone[1] == resumed[1]
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_model_continues_with_dpo_and_becomes_a_reward_model(tmp_path: Path, import_example):
+    printed = run_example("dpo", "--base", "sft", "--output", "dpo", "--limit", "12")
+    assert read_number(r"right answers: [\d.]+% before, ([\d.]+)% after", printed) >= 0
+    printed = run_example("reward_model", "--base", "sft", "--output", "reward", "--limit", "12")
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    example = import_example("reward_model")
+    tokenizer = AutoTokenizer.from_pretrained("reward")
+    model = AutoModelForSequenceClassification.from_pretrained("reward").eval()
+    assert model.config.num_labels == 1
+    row = import_example("prefer").make_pairs(example.read_articles()[:12])[0]
+    value = example.reward(row["prompt"] + row["chosen"], tokenizer, model)
+    assert read_number(r"chosen +reward ([+-][\d.]+)", printed) == pytest.approx(value, abs=0.01)

@@ -1,4 +1,4 @@
-"""The recipe of docs/fine-tuning.md, as it stands there, on a tiny model; and resumed, and loaded by PEFT."""
+"""The recipes for QLoRA, as they stand in the docs, on tiny models; and resumed, and loaded by PEFT."""
 
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from accmt import AcceleratorModule
 from accmt.errors import HyperParameterError
 from tests.e2e.markdown import ROOT, read_blocks
+from tests.launching import run_script
 
 BLOCKS = [block for block in read_blocks(ROOT / "docs" / "fine-tuning.md") if "qlora.yaml" in block.text]
 
@@ -51,3 +52,11 @@ def test_each_quantization_is_built_by_its_library(folder):
         build(quantization="torchao:Int8WeightOnlyConfg")
     with pytest.raises(HyperParameterError, match=r"model.quantization.bnb_4bit_quant_tpye"):
         build(quantization={"type": "nf4", "bnb_4bit_quant_tpye": "fp4"})
+
+
+def test_the_example_trains_an_adapter_on_weights_of_4_bits(tmp_path):
+    script = ROOT / "examples" / "finetune_with_lora.py"
+    run = run_script(script, "--nf4", "--output", tmp_path / "lora", "--limit", "8")
+    assert run.returncode == 0, run.stderr
+    assert "of 17,408,650 parameters trained" in run.stderr  # packed: 22.7 M unpacked
+    assert (tmp_path / "lora" / "adapter_model.safetensors").is_file()
