@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from accmt.data.base import length_of
 from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model, without_adapter
@@ -20,6 +23,7 @@ from accmt.sharded_tensors import class_of
 from accmt.version import __version__
 
 _SAYS_NOTHING = re.compile(r"(best|checkpoint|final|last|model|out|output|pretrained|save|step|weights)([-_+.].*)?|\d+")
+_OF_HUB = re.compile(r"hf://datasets/([^@]+)@")
 _READERS = ("arrow", "audiofolder", "csv", "generator", "imagefolder", "json", "pandas", "parquet", "sql", "text")
 """Names of `datasets` for data loaded from files, which are no data sets on a hub."""
 
@@ -32,8 +36,7 @@ def write_card(run: Run, folder: Path) -> None:
     state, model = run.state, run.unwrapped_model
     # Data sets and metrics have names on a hub.
     read = [loader.source.dataloader.dataset for loader in (run.train_loader, *run.val_loaders.values())]
-    infos = [getattr(getattr(data, "dataset", data), "info", None) for data in read]
-    names = {str(name) for info in infos if (name := getattr(info, "dataset_name", None)) and name not in _READERS}
+    names = {name for data in read if (name := _find_dataset(data).get("dataset_type"))}
     metrics = sorted({name.split("__")[0] for name in state.metrics} & set(METRIC_NAMES))
     on_hub = {key: values for key, values in (("datasets", sorted(names)), ("metrics", metrics)) if values}
     loss = run.running_averages.epoch_loss
@@ -44,7 +47,7 @@ def write_card(run: Run, folder: Path) -> None:
         known["base model"] = _name_of_path(Path(base)) if Path(base).exists() else base
     write_model_card(
         folder,
-        head={**describe_model(model), "tags": ["accmt"], **on_hub},
+        head={**describe_model(model), "tags": ["accmt"], **on_hub, **_find_results(run, folder)},
         sections={
             "Results": {**losses, **state.metrics, **state.best},
             "Model": {
@@ -69,8 +72,6 @@ def write_model_card(folder: Path, *, head: Mapping[str, Any], sections: Mapping
 
     Processes: main only.
     """
-    import yaml
-
     parts = [f"---\n{yaml.safe_dump(hide(dict(head)), sort_keys=False)}---", CARD_MARK, f"# {folder.resolve().name}"]
     parts += [f"## {heading}\n\n{_write_section(hide(content))}" for heading, content in sections.items() if content]
     return replace_own_file(folder / CARD_NAME, CARD_MARK, hide_text("\n\n".join(parts) + "\n"))
@@ -90,6 +91,47 @@ def _write_cell(value: Any) -> str:
     elif type(value) is int:
         text = f"{value:,}"
     return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _find_dataset(data: Any) -> dict[str, Any]:
+    """Return the name, configuration and split of a data set of a hub, as a result names them; {} for any other."""
+    data = getattr(data, "dataset", data)
+    info = getattr(data, "info", None)
+    name = getattr(info, "dataset_name", None)
+    if not name or name in _READERS:
+        return {}
+    for url in info.download_checksums or ():  # the name alone lacks its owner
+        if repository := _OF_HUB.match(url):
+            name = repository[1]
+    named = {"dataset_type": name, "dataset_config": getattr(info, "config_name", None), "dataset_split": data.split}
+    return {key: str(value) for key, value in named.items() if value is not None}
+
+
+def _find_results(run: Run, folder: Path) -> dict[str, Any]:
+    """Return the last results as `model-index`, named as by transformers' Trainer; {} without a task or a metric."""
+    from huggingface_hub import EvalResult
+    from huggingface_hub.repocard_data import eval_results_to_model_index
+
+    task = describe_model(run.unwrapped_model).get("pipeline_tag")
+    if task is None:  # which each result requires
+        return {}
+    from transformers.modelcard import TASK_TAG_TO_NAME_MAPPING
+
+    results = []
+    task_name = TASK_TAG_TO_NAME_MAPPING.get(task, task.replace("-", " ").title())
+    for key, loader in run.val_loaders.items():
+        # Sets are told apart by their type, configuration and split.
+        dataset = _find_dataset(loader.source.dataloader.dataset)
+        dataset = dataset or {"dataset_type": "unknown", "dataset_split": key or "validation"}
+        dataset["dataset_name"] = key or dataset["dataset_type"].replace("unknown", "validation")
+        suffix = f"__{key}" if key else ""
+        for name, value in run.state.metrics.items():
+            metric = name.removesuffix(suffix)
+            if name.endswith(suffix) and metric != run.settings.tracking.val_loss_metric_name and math.isfinite(value):
+                metric_name = " ".join(word.capitalize() for word in metric.split("_"))
+                kinds = {"task_type": task, "task_name": task_name, "metric_type": metric, "metric_name": metric_name}
+                results.append(EvalResult(**kinds, **dataset, metric_value=value))
+    return {"model-index": eval_results_to_model_index(folder.resolve().name, results)} if results else {}
 
 
 def _count_samples(run: Run) -> dict[str, Any]:
@@ -127,17 +169,18 @@ def _describe_training(run: Run) -> dict[str, Any]:
     }
 
 
-def describe_model(model: Any) -> dict[str, str]:
+def describe_model(model: Any) -> dict[str, Any]:
     """Return the library of a model, without wrappers, its task and its base model, for a model card's metadata.
 
-    A model that was built from a local folder has no `base_model`: nobody else could find it.
+    A model that was built from a local folder has no `base_model`, since nobody else could find it, but the license in
+    its card.
     """
     if not is_peft_model(model) and not is_transformers_model(model):
         return {"library_name": "pytorch"}
     library = "peft" if is_peft_model(model) else "transformers"
     from transformers.modelcard import TASK_MAPPING
 
-    description = {"library_name": library}
+    description: dict[str, Any] = {"library_name": library}
     name = type(without_adapter(model)).__name__
     classes: Mapping[str, Any] = TASK_MAPPING
     for task, models in classes.items():
@@ -147,6 +190,13 @@ def describe_model(model: Any) -> dict[str, str]:
     base = base_model_of(model)
     if base is None:
         return description
+    card = Path(base) / CARD_NAME
+    if card.is_file():
+        from huggingface_hub.repocard import metadata_load
+
+        with suppress(ValueError, yaml.YAMLError):  # no metadata that anybody could read
+            known = metadata_load(card) or {}
+            description |= {key: known[key] for key in ("license", "license_name", "license_link") if key in known}
     is_of_hub = not base.startswith((".", "/", "~")) and base.count("/") <= 1
     if is_of_hub and not Path(base).exists():
         description["base_model"] = base

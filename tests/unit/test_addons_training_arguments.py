@@ -115,6 +115,7 @@ def test_arguments_of_the_call_take_precedence_and_may_be_hyper_parameters():
     trainer = Trainer(make_arguments(max_steps=5), "out/mine", clip_grad=0.5, batch_size=4, max_steps=9)
     hps = trainer.settings.hps
     assert (hps.batch_size, hps.epochs, hps.max_steps) == (4, -1, 9)
+    assert trainer.settings.running.seed == 42  # their default
     assert (str(trainer.settings.model_folder), trainer.settings.optimization.clip_grad) == ("out/mine", 0.5)
     assert Trainer(hps_config=make_arguments(seed=3), model_path="out/mine").settings.running.seed == 3
 

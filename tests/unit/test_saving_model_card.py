@@ -1,10 +1,14 @@
 import json
 
 import pytest
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from transformers import AutoModelForSequenceClassification, BertConfig, BertForSequenceClassification
 
-from accmt import HyperParameters
+from accmt import AcceleratorModule, HyperParameters
 from accmt.addons.model_card import write_model_card
 from accmt.saving.model_folder import CARD_MARK, TRAINER_NAME, write_hps, write_trainer_config
+from tests.toys import make_trainer
 
 
 def read(folder):
@@ -16,13 +20,42 @@ def write(folder, **sections):
 
 
 def test_the_head_is_yaml_that_the_hub_reads(tmp_path):
-    from huggingface_hub import ModelCard
-
     head = {"library_name": "peft", "base_model": "bert-base-uncased", "tags": ["accmt"]}
     assert write_model_card(tmp_path, head=head, sections={"Results": {"val_loss": 0.5}})
     card = ModelCard.load(tmp_path / "README.md")
     assert card.data.to_dict() == head
     assert card.content.startswith("---\nlibrary_name: peft\n")
+
+
+class Judging(AcceleratorModule):
+    def __init__(self, path):
+        self.model = AutoModelForSequenceClassification.from_pretrained(path)
+
+    def step(self, batch):
+        result = self.model(**batch)
+        return {"loss": result.loss, "accuracy": (result.logits, batch["labels"])}
+
+
+def test_the_hub_reads_the_results_the_data_and_the_license_of_the_base_model(tmp_path):
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertForSequenceClassification(BertConfig(vocab_size=9, **sizes)).save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# base\n")
+    rows = Dataset.from_dict({"input_ids": [[1, 2], [3, 4]], "labels": [0, 1]}).with_format("torch")
+    named = rows.select([0])
+    named.info.dataset_name, named.info.config_name, named._split = "glue", "sst2", "test"
+    named.info.download_checksums = {"hf://datasets/nyu-mll/glue@bcdcba79/sst2/test.parquet": {}}
+    trainer = make_trainer(model_path=str(tmp_path / "news"), model_saving="always", metrics=["accuracy"])
+    trainer.fit(Judging(tmp_path / "base"), rows, {"dev": rows, "sst2": named})
+    data = ModelCard.load(tmp_path / "news" / "README.md").data
+    head = (data.license, data.library_name, data.pipeline_tag, data.datasets, data.metrics, data.model_name)
+    assert head == ("apache-2.0", "transformers", "text-classification", ["nyu-mll/glue"], ["accuracy"], "news")
+    for result, key in zip(data.eval_results, ("dev", "sst2"), strict=True):
+        assert (result.task_type, result.metric_type, result.metric_name) == (data.pipeline_tag, "accuracy", "Accuracy")
+        assert result.metric_value == trainer.state.metrics[f"accuracy__{key}"]
+    sets = [
+        (each.dataset_name, each.dataset_type, each.dataset_config, each.dataset_split) for each in data.eval_results
+    ]
+    assert sets == [("dev", "unknown", None, "dev"), ("sst2", "nyu-mll/glue", "sst2", "test")]
 
 
 def test_each_section_is_a_table_or_a_command(tmp_path):

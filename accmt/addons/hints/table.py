@@ -62,7 +62,7 @@ def _precision(value: Any) -> str | None:
 def _trackers(value: Any) -> str | None:
     """Return the trackers for names such as "wandb" and for instances of classes such as WandbLogger."""
     listed = value if isinstance(value, list | tuple) else [value]
-    if value is True:
+    if value is True or value == "all":
         return "Trainer(log_with=accmt.TensorBoard)"
     if not listed or value in (None, False, "none"):
         return "leave it out: no tracker is used without log_with"
