@@ -96,7 +96,7 @@ def _write_cell(value: Any) -> str:
 def _find_dataset(data: Any) -> dict[str, Any]:
     """Return the name, configuration and split of a data set of a hub, as a result names them; {} for any other."""
     data = getattr(data, "dataset", data)
-    info = getattr(data, "info", None)
+    info: Any = getattr(data, "info", None)
     name = getattr(info, "dataset_name", None)
     if not name or name in _READERS:
         return {}
