@@ -21,7 +21,6 @@ from accmt.addons.hints.components import SCHEDULERS
 from accmt.addons.hub import PushToHub
 from accmt.errors import ArgumentError, HyperParameterTypeError, describe_value, fail
 from accmt.messages import warn_once
-from accmt.options.checks import to_plain
 from accmt.options.settings import Settings
 from accmt.options.yaml_reader import FIELDS
 from accmt.registry import names
@@ -63,21 +62,20 @@ def is_training_arguments(source: object) -> bool:
 
 
 def read_source(source: object) -> dict[str, Any]:
-    """Return the hyper-parameters in a `TrainingArguments`, or in a `ConfigDict`, which is no `Mapping`.
+    """Return the hyper-parameters in a `TrainingArguments`.
 
     Raises:
         HyperParameterTypeError: It is something else.
     """
     if is_training_arguments(source):
         return _convert(source)[0]
-    if isinstance(plain := to_plain(source), dict):
-        return plain
+    do = "pass config.to_dict()" if hasattr(source, "to_dict") else 'pass hps_config="hps.yaml", the path of your file'
     raise fail(
         HyperParameterTypeError,
         "hps_config",
         got=describe_value(source),
         expected="a path to a .yaml, .yml or .json file, a dict, HyperParameters, or TrainingArguments",
-        do='pass hps_config="hps.yaml", the path of your file',
+        do=do,
     )
 
 

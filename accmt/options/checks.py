@@ -82,7 +82,7 @@ def to_plain(value: Any) -> Any:
 
     Settings are stored in YAML and JSON, which have nothing else.
     """
-    if isinstance(value, Mapping) or type(value).__name__ == "ConfigDict":  # of ml_collections, which is no Mapping
+    if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, MutableSequence) and not isinstance(value, list):
         return list(map(to_plain, value))
