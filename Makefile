@@ -123,7 +123,7 @@ chat-templates: $(INSTALLED)  ## test 500 conversations in each chat template of
 		'tests/unit/test_chat_templates.py tests/unit/test_addons_prefer_trl.py' $(CHAT_TEMPLATES)
 
 served: $(INSTALLED)  ## test exports to GGUF and ONNX against what was trained, in an environment of its own
-	@WORKERS=2 tests/laid_over.sh .venv-served $(VENV) tests/served $(SERVED)
+	@tests/laid_over.sh .venv-served $(VENV) tests/served $(SERVED)
 
 # Which version: make release VERSION=0.2.0
 release: $(INSTALLED)  ## set the VERSION, date the changelog, commit and tag; nothing is uploaded

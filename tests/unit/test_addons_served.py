@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "setting": (
         lambda: write_setting("export/config.json", "rms_norm_eps", 0.5),
-        "layer: all weights are the same, but hidden states differ from layer 0 on: rms_norm_eps is 0.5",
+        "layer: all weights are the same, but hidden states differ from layer 0 on; settings that differ: rms_norm",
     ),
 }
 
@@ -155,7 +155,7 @@ def test_lines_are_printed_and_end_with_what_to_do(capsys):
     ("kind", "export", "named"),
     [
         ("merged", "nowhere", "no such folder"),
-        ("tflite", "export", "expected: gguf, onnx, merged or vllm"),
+        ("tflite", "export", "expected: merged, gguf, onnx, vllm"),
         ("vllm", "http://127.0.0.1:9", "check the URL"),
         ("gguf", "model.gguf", "pip install gguf"),
         ("onnx", "model.onnx", "pip install onnxruntime onnx"),

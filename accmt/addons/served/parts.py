@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from os.path import commonprefix
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from accmt.addons.served.targets import Folder, Messages, Target, count_bits, open_target, render
+from accmt.addons.served.targets import KINDS, Folder, Messages, count_bits, render
 from accmt.addons.served.weights import find_cause
 from accmt.addons.sft.chat import IGNORED, MaskedRow, mask_row
 from accmt.addons.sft.rows import read_rows
@@ -44,14 +44,9 @@ CONVERSATIONS: tuple[Messages, ...] = (_TURNS[:2], _TURNS, (_SYSTEM, *_TURNS[:2]
 """One turn and several, without and with a system prompt."""
 
 STRINGS = (
-    "Hello, world! It's what we've all said.",
-    " leading and trailing ",
-    "two  spaces,\ttabs\t\tand\n\n\nlines\r\n",
-    "0 1 12 123 1234 12345.678 1,000,000",
-    "naïve café Ünïcödé e\u0301",
-    "日本語 中文 한국어 العربية עברית हिन्दी",
-    "🙂👩‍👩‍👧🏽🇫🇷",
-    "def f(x):\n    return {'x': x ** 2}  # <b>$x_1$</b>",
+    *("Hello, world! It's what we've all said.", " leading and trailing ", "two  spaces,\ttabs\t\tand\n\n\nlines\r\n"),
+    *("0 1 12 123 1234 12345.678 1,000,000", "naïve café Ünïcödé e\u0301", "日本語 中文 한국어 العربية עברית हिन्दी"),
+    *("🙂👩‍👩‍👧🏽🇫🇷", "def f(x):\n    return {'x': x ** 2}  # <b>$x_1$</b>"),
 )
 
 
@@ -85,15 +80,18 @@ def compare(model: str, kind: str, export: str, data: str | None = None) -> Iter
         DataError: The rows have another format.
         MissingPackageError: A package that reads the export is not installed.
     """
-    trained = Folder(Path(model))
+    if kind not in KINDS:
+        expected, do = ", ".join(KINDS), "--against merged FOLDER"
+        raise fail(ArgumentError, "accmt check --against", got=kind, expected=expected, do=do)
+    trained = Folder(model)
     if trained.tokenizer is None:
         do = f"save it there: tokenizer.save_pretrained({model!r})"
         raise fail(ArgumentError, model, got="no tokenizer", expected="a tokenizer beside the model", do=do)
-    served = open_target(kind, export, trained)
+    served = KINDS[kind](export, trained)
     rows = list(_read_rows(trained.tokenizer, data))
     if not rows:
-        expected = "conversations that the chat template accepts"
-        raise fail(ArgumentError, data or model, got="no answers", expected=expected, do="pass --data rows.jsonl")
+        expected, do = "conversations that the chat template accepts", "pass --data rows.jsonl"
+        raise fail(ArgumentError, data or model, got="no answers", expected=expected, do=do)
     yield _compare_templates(trained, served)
     yield _compare_stop(trained, served, rows[0])
     yield _compare_tokenizers(trained, served)
@@ -114,14 +112,13 @@ def _read_rows(tokenizer: Any, data: str | None) -> Iterator[MaskedRow]:
             yield masked
 
 
-def _compare_templates(trained: Folder, served: Target) -> Part:
+def _compare_templates(trained: Folder, served: Folder) -> Part:
     """Compare the tokens of conversations, and how often the beginning-of-sequence token begins them."""
     from jinja2 import TemplateError
 
     name, tokenizer = "chat template", trained.tokenizer
     if tokenizer.chat_template is None:
         return Part(name, NOT_CHECKED, "the trained model has none")
-    bos = tokenizer.bos_token_id
     prompts = [(messages[:-1], True) for messages in CONVERSATIONS]
     for messages, asks in [*prompts, *((messages, False) for messages in CONVERSATIONS)]:
         try:
@@ -131,33 +128,26 @@ def _compare_templates(trained: Folder, served: Target) -> Part:
         try:
             tokens = served.chat_tokens(messages, asks=asks)
         except TemplateError as error:
-            return Part(name, DIFFERS, f"it rejects {messages[0]['role']} messages: {error}", served.template_do)
-        if tokens is None:
+            return Part(name, DIFFERS, f"it rejects {messages[0]['role']} messages: {error}", served.do)
+        # What the served tokenizer makes of the trained text: the tokenizer is another part.
+        expected = served.encode(text)
+        if tokens is None or expected is None:
             # A folder without any tokenizer is served with another one, which cannot be checked.
-            state = NOT_CHECKED if served.encode(text) is None else DIFFERS
-            return Part(name, state, "the export has none", served.template_do)
-        # What the server's tokenizer makes of the trained text: its tokenizer is another part.
-        expected = served.encode(text) or []
-        while bos is not None and expected[:2] == [bos, bos]:  # training drops it as well
-            expected = expected[1:]
-        num_bos = [_count_leading(ids, bos) for ids in (expected, tokens)]
-        if num_bos[0] != num_bos[1]:
-            times = f"{tokenizer.bos_token} begins a conversation {num_bos[1]} times, in training {num_bos[0]}"
-            do = "remove it from the template, or let the runtime not add it (GGUF: tokenizer.ggml.add_bos_token)"
-            return Part(name, DIFFERS, times, do)
+            return Part(name, NOT_CHECKED if expected is None else DIFFERS, "the export has none", served.do)
+        num_bos, num_served = (ids[:2].count(tokenizer.bos_token_id) for ids in (expected, tokens))
+        expected = expected[max(0, num_bos - 1) :]  # of two, training drops one
+        if num_served != min(1, num_bos):
+            detail = f"{tokenizer.bos_token} begins a conversation {num_served} times, in training {min(1, num_bos)}"
+            do = f"let either the template or the runtime add it (GGUF: tokenizer.ggml.add_bos_token); {served.do}"
+            return Part(name, DIFFERS, detail, do)
         if tokens != expected:
-            place = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), len(expected))
-            start = max(0, min(place, len(tokens), len(expected)) - 3)
-            shown = [repr(tokenizer.decode(ids[start : place + 5])) for ids in (expected, tokens)]
-            return Part(name, DIFFERS, f"at token {place}: trained {shown[0]}, served {shown[1]}", served.template_do)
+            place = len(commonprefix([tokens, expected]))
+            ours, theirs = (repr(tokenizer.decode(ids[max(0, place - 3) : place + 5])) for ids in (expected, tokens))
+            return Part(name, DIFFERS, f"at token {place}: trained {ours}, served {theirs}", served.do)
     return Part(name, SAME)
 
 
-def _count_leading(tokens: Sequence[int], token: int | None) -> int:
-    return next((place for place, one in enumerate(tokens) if one != token), len(tokens))
-
-
-def _compare_stop(trained: Folder, served: Target, row: MaskedRow) -> Part:
+def _compare_stop(trained: Folder, served: Folder, row: MaskedRow) -> Part:
     """Check that the token that ends answers stops the generation, and can have been learned."""
     name, tokenizer = "stop token", trained.tokenizer
     end = [label for label in row.labels if label != IGNORED][-1]
@@ -173,71 +163,62 @@ def _compare_stop(trained: Folder, served: Target, row: MaskedRow) -> Part:
     if is_stop is None:
         return Part(name, NOT_CHECKED, "the export lists none")
     if not is_stop:
-        ids = sorted({end, *(token for token in (tokenizer.eos_token_id,) if token is not None)})
-        do = served.stop_do.format(id=end, ids=ids)
+        do = served.stop_do.format(id=end, ids=sorted({end, tokenizer.eos_token_id or end}))
         return Part(name, DIFFERS, f"answers end with {shown}, at which the export does not stop", do)
     return Part(name, SAME, shown)
 
 
-def _compare_tokenizers(trained: Folder, served: Target) -> Part:
+def _compare_tokenizers(trained: Folder, served: Folder) -> Part:
     name, tokenizer = "tokenizer", trained.tokenizer
     fault = served.find_vocabulary_fault(tokenizer)
     if fault is not None:
-        return Part(name, DIFFERS, fault, served.tokenizer_do)
+        return Part(name, DIFFERS, fault, served.do)
     marks = [f"a{token.content} b" for token in tokenizer.added_tokens_decoder.values()]
     for text in (*STRINGS, *marks[:MAX_ROWS]):
         ids, expected = served.encode(text), trained.encode(text)
         if ids is None:
             return Part(name, NOT_CHECKED, "the export has none")
         if ids != expected:
-            return Part(name, DIFFERS, f"{text!r} is {ids}, trained {expected}", served.tokenizer_do)
+            return Part(name, DIFFERS, f"{text!r} is {ids}, trained {expected}", served.do)
     return Part(name, SAME)
 
 
-def _compare_log_probs(trained: Folder, served: Target, rows: Sequence[MaskedRow]) -> Iterator[Part]:
+def _compare_log_probs(trained: Folder, served: Folder, rows: Sequence[MaskedRow]) -> Iterator[Part]:
     """Compare the log-probabilities of answers, and say what causes a difference."""
-    name = "log-probabilities"
-    ours = [_take(trained, row) for row in rows]
-    theirs = [_take(served, row) for row in rows]
-    is_small, detail = _judge(trained, served, rows, ours, theirs)
+    is_small, detail = _judge(trained, served, rows)
     if is_small:
-        yield Part(name, SAME, detail)
+        yield Part("log-probabilities", SAME, detail)
         return
-    cause = None
+    is_base = False
     if hasattr(trained.model, "disable_adapter"):
         with trained.model.disable_adapter():
-            base = [_take(trained, row) for row in rows]
-        if _judge(trained, served, rows, base, theirs)[0]:
-            do = "accmt merge MODEL MERGED, then export or serve MERGED"
-            cause = "weights", "unmerged adapter: served is the base model", do
-    named, why, do = cause or find_cause(trained, served, rows[0].input_ids)
-    yield Part(name, DIFFERS, detail, do)
-    yield Part(named, DIFFERS, why, do)
+            is_base, _ = _judge(trained, served, rows)
+    if is_base:
+        do = "accmt merge MODEL MERGED, then export or serve MERGED"
+        name, cause = "weights", "unmerged adapter: served is the base model"
+    else:
+        name, cause, do = find_cause(trained, served, rows[0].input_ids)
+    yield Part("log-probabilities", DIFFERS, detail, do)
+    yield Part(name, DIFFERS, cause, do)
 
 
-def _take(target: Target, row: MaskedRow) -> Tensor:
-    """Return the log-probabilities that a target computes for the trained tokens of a row."""
-    return target.log_probs(row.input_ids)[torch.tensor(row.labels[1:]) != IGNORED]
-
-
-def _judge(
-    trained: Folder, served: Target, rows: Sequence[MaskedRow], ours: Sequence[Tensor], theirs: Sequence[Tensor]
-) -> tuple[bool, str]:
-    """Return whether log-probabilities differ only by rounding, and by how much they differ."""
-    gaps, divergences, labels = [], [], list[int]()
-    for row, trained_row, served_row in zip(rows, ours, theirs, strict=True):
-        targets = torch.tensor([label for label in row.labels[1:] if label != IGNORED])
-        labels += targets.tolist()
-        of_tokens = [
-            one if one.dim() == 1 else one.gather(1, targets[:, None])[:, 0] for one in (trained_row, served_row)
-        ]
-        gaps.append((of_tokens[0] - of_tokens[1]).abs())
-        if served_row.dim() == 2:
-            width = min(trained_row.shape[1], served_row.shape[1])  # the vocabulary of one may be padded
-            first, second = trained_row[:, :width], served_row[:, :width]
-            divergences.append((first.exp() * (first - second)).sum(1))
+def _judge(trained: Folder, served: Folder, rows: Sequence[MaskedRow]) -> tuple[bool, str]:
+    """Return whether the log-probabilities of rows differ only by rounding, and by how much they differ."""
+    gaps, divergences, labels = [], [], list[Tensor]()
+    for row in rows:
+        targets = torch.tensor(row.labels[1:])
+        is_target = targets != IGNORED
+        targets = targets[is_target]
+        ours, theirs = (target.log_probs(row.input_ids)[is_target] for target in (trained, served))
+        if theirs.dim() == 2:
+            width = min(ours.shape[1], theirs.shape[1])  # the vocabulary of one may be padded
+            ours, theirs = ours[:, :width], theirs[:, :width]
+            divergences.append((ours.exp() * (ours - theirs)).sum(1))
+            theirs = theirs.gather(1, targets[:, None])[:, 0]
+        gaps.append((ours.gather(1, targets[:, None])[:, 0] - theirs).abs())
+        labels.append(targets)
     gap = torch.cat(gaps)
-    worst = trained.tokenizer.decode([labels[int(gap.argmax())]])
+    worst = trained.tokenizer.decode([int(torch.cat(labels)[gap.argmax()])])
     detail = f"mean difference {gap.mean():.2g} over {len(gap)} tokens of answers, largest {gap.max():.2g} at {worst!r}"
     if served.dtype in TOLERANCES:
         value, limit = gap.mean(), max(TOLERANCES.get(dtype, 0.0) for dtype in (trained.dtype, served.dtype))

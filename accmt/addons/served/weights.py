@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from accmt.addons.merging import merge_layers
-from accmt.addons.served.targets import Folder, Target, count_bits
+from accmt.addons.served.targets import Folder, count_bits
 
 Cause = tuple[str, str, str]
 """The part that differs, how, and what to do."""
@@ -19,7 +19,7 @@ _EXPORT_AGAIN = "export again from the trained model"
 _NO_SETTING = ("dtype", "torch_dtype", "architectures", "transformers_version", "use_cache", "quantization_config")
 
 
-def find_cause(trained: Folder, served: Target, tokens: list[int]) -> Cause:
+def find_cause(trained: Folder, served: Folder, tokens: list[int]) -> Cause:
     """Name the first thing that makes log-probabilities differ.
 
     Args:
@@ -37,12 +37,9 @@ def find_cause(trained: Folder, served: Target, tokens: list[int]) -> Cause:
     ours = model.state_dict()
     tolerance = max(_rounding(trained.dtype), _rounding(served.dtype))
     theirs = _match(model.config, ours, tensors, tolerance)
-    differing = []
-    for name, tensor in theirs.items():
-        # A graph may have merged a vector into another operation.
-        is_missing = tensor is None and ours[name].dim() > 1
-        if is_missing or (tensor is not None and _distance(ours[name], tensor) > tolerance):
-            differing.append(name)
+    # A graph may have merged a vector into another operation.
+    compared = [name for name in ours if theirs[name] is not None or ours[name].dim() > 1]
+    differing = [name for name in compared if _distance(ours[name], theirs[name]) > tolerance]
     if differing:
         return _name_tensors(model, ours, theirs, differing, tolerance)
     if trained.dtype != served.dtype:
@@ -60,39 +57,29 @@ def _rounding(dtype: str) -> float:
 def _match(
     config: Any, ours: Mapping[str, Tensor], tensors: Mapping[str, Tensor], tolerance: float
 ) -> dict[str, Tensor | None]:
-    """Return the served tensor of each trained one, by name; a graph may rename and transpose them."""
+    """Return the served tensor of each trained one, by name; a graph may rename and transpose matrices."""
     theirs = {name: tensors.get(name) for name in ours}
-    unused = [tensor for name, tensor in tensors.items() if name not in ours]
-
-    def is_same(name: str, tensor: Tensor) -> bool:
-        return _distance(ours[name], tensor) <= tolerance
-
-    def is_permuted(name: str, tensor: Tensor) -> bool:
-        return _is_permuted(config, name, ours[name], tensor, tolerance)
-
-    def fits(name: str, tensor: Tensor) -> bool:
-        return ours[name].shape == tensor.shape
-
-    def take(name: str, candidates: list[Tensor], is_match: Callable[[str, Tensor], bool]) -> Tensor | None:
-        for index, tensor in enumerate(candidates):
-            for form in (tensor, tensor.t()) if tensor.dim() == 2 else (tensor,):
-                if fits(name, form) and is_match(name, form):
-                    del candidates[index]
-                    return form
-        return None
-
-    # First what is the same, so that only the rest is left for what is not.
-    for is_match in (is_same, is_permuted, fits):
-        for name in (name for name in ours if ours[name].dim() > 1 and theirs[name] is None):
-            theirs[name] = take(name, unused, is_match)
-    for name in (name for name in ours if ours[name].dim() > 1 and theirs[name] is None):
-        theirs[name] = take(name, list(tensors.values()), is_same)  # tied weights are one tensor
+    matrices = [(index, one) for index, one in enumerate(tensors.values()) if one.dim() == 2]
+    forms = [*matrices, *((index, one.t()) for index, one in matrices)]
+    used = set[int]()
+    # First what is the same, so that only the rest is left for what is not; tied weights are one matrix for two.
+    for kind in ("same", "permuted", "of this shape", "tied"):
+        for name in (name for name in ours if theirs[name] is None and ours[name].dim() == 2):
+            for index, form in forms:
+                if form.shape != ours[name].shape or (index in used and kind != "tied"):
+                    continue
+                is_same = kind in ("same", "tied") and _distance(ours[name], form) <= tolerance
+                is_permuted = kind == "permuted" and _is_permuted(config, name, ours[name], form, tolerance)
+                if is_same or is_permuted or kind == "of this shape":
+                    theirs[name] = form
+                    used.add(index)
+                    break
     return theirs
 
 
-def _distance(trained: Tensor, served: Tensor) -> float:
+def _distance(trained: Tensor, served: Tensor | None) -> float:
     """Return the relative difference of two tensors."""
-    if trained.shape != served.shape:
+    if served is None or trained.shape != served.shape:
         return float("inf")
     first, second = trained.float().cpu(), served.float().cpu()
     return float((first - second).norm() / first.norm().clamp_min(1e-12))
@@ -102,12 +89,8 @@ def _name_tensors(
     model: Any, ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor | None], differing: list[str], tolerance: float
 ) -> Cause:
     head, embedding = _names_of(model, "get_output_embeddings"), _names_of(model, "get_input_embeddings")
-    if set(differing) <= {head, embedding} and head in theirs and theirs[head] is not None:
-        pairs = ((ours[head], ours[embedding]), (theirs[head], theirs[embedding]))
-        ties = [
-            first is not None and second is not None and _distance(first, second) <= tolerance
-            for first, second in pairs
-        ]
+    if head in differing and set(differing) <= {head, embedding} and theirs[head] is not None:
+        ties = [_distance(own[head], own[embedding]) <= tolerance for own in (ours, theirs)]  # type: ignore[arg-type]
         if ties[0] != ties[1]:
             kinds = ["tied to the embeddings" if tie else "a weight of its own" for tie in ties]
             do = f'write "tie_word_embeddings": {str(ties[0]).lower()} to config.json, and {_EXPORT_AGAIN}'
@@ -116,10 +99,7 @@ def _name_tensors(
     if permuted:
         do = "convert with the permutation of GGUF's llama models exactly once: they order rotated halves differently"
         return "weights", f"permuted q and k: {_show(permuted)} have the rows of heads in another order", do
-    missing = [name for name in differing if theirs[name] is None]
-    if len(missing) == len(differing):
-        return "weights", f"not in the export: {_show(missing)}", _EXPORT_AGAIN
-    return "weights", f"{_show(differing)} of {len(theirs)} tensors differ", _EXPORT_AGAIN
+    return "weights", f"{_show(differing)} of {len(theirs)} tensors differ, or are missing", _EXPORT_AGAIN
 
 
 def _names_of(model: Any, method: str) -> str:
@@ -155,10 +135,8 @@ def _find_layer(trained: Any, served: Any, tokens: list[int]) -> Cause:
     names = [name for name in ours if name in theirs and ours[name] != theirs[name] and not name.startswith("_")]
     settings = [f"{name} is {theirs[name]!r}, trained {ours[name]!r}" for name in names if name not in _NO_SETTING]
     place = "the embeddings" if number == 0 else f"layer {number - 1}" if number < len(states[0]) else "the output"
-    detail = f"all weights are the same, but hidden states differ from {place} on"
-    if settings:
-        return "layer", f"{detail}: {'; '.join(settings)}", "correct these settings in config.json of the export"
-    return "layer", detail, _EXPORT_AGAIN
+    detail = f"all weights are the same, but hidden states differ from {place} on; settings that differ: "
+    return "layer", detail + ("; ".join(settings) or "none"), "correct these settings in config.json of the export"
 
 
 _STATES = 1e-3
