@@ -36,10 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.inspection import find_resumable, inspect
+    from accmt.errors import ArgumentError, fail
     from accmt.files import dumps
 
     if options.against is not None:
         return _compare(options)
+    if options.data is not None:
+        expected, do = "--against with an export", "--against merged FOLDER, or leave out --data"
+        raise fail(ArgumentError, "--data", got="no --against", expected=expected, do=do)
     if "://" in options.path:
         return _check_remote(options)
     found = inspect(Path(options.path))

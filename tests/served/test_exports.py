@@ -7,8 +7,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from socket import socket
 from typing import Any
 
 import pytest
@@ -183,6 +189,31 @@ def test_llama_cpp_splits_the_words_of_another_pre_tokenizer_otherwise(capsys, m
     save_trained()
     write_gguf(load())
     assert check(capsys, "gguf", "model.gguf")[2].startswith("tokenizer: ")
+
+
+# ---- vLLM: tests/unit/test_addons_served.py has a double of its server
+
+
+@pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM")
+def test_a_faithful_server_of_vllm_is_the_same(capsys):
+    save_trained()
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = ["--port", str(port), "--max-model-len", "512", "--enforce-eager"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "trained", *options]
+    )
+    try:
+        while server.poll() is None:
+            with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"):
+                break
+            time.sleep(1)
+        code, states, first = check(capsys, "vllm", f"http://127.0.0.1:{port}")
+    finally:
+        server.terminate()
+        server.wait()
+    assert (code, states) == (0, SAME), first
 
 
 # ---- ONNX

@@ -17,6 +17,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accmt import merge_adapter
+from accmt.cli.main import main
 from tests.conversations import CHATML, LLAMA
 from tests.served_models import END, change_weights, check, permute, save_trained, untie, write_setting
 
@@ -94,7 +95,10 @@ FAULTS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "tokenizer": (lambda: add_token("export"), "tokenizer: \"Hello, world! It's"),
     "untied head": (lambda: change_weights("export", untie), "weights: untied head: lm_head.weight"),
-    "permuted": (lambda: change_weights("export", permute), "weights: permuted q and k: model.layers.0.self_attn"),
+    "permuted": (
+        lambda: change_weights("export", permute),
+        "weights: permuted q and k: model.layers.0.self_attn.q_proj.weight, model.layers.0.self_attn.k_proj.weight",
+    ),
     "matrix": (
         lambda: change_weights("export", lambda model: model.model.layers[1].mlp.up_proj.weight.mul_(2)),
         "weights: model.layers.1.mlp.up_proj.weight of 21 tensors differ",
@@ -141,8 +145,6 @@ def test_answers_come_from_a_file(capsys):
 
 
 def test_lines_are_printed_and_end_with_what_to_do(capsys):
-    from accmt.cli.main import main
-
     save_both()
     assert main(["check", "trained", "--against", "merged", "export"]) == 0
     assert capsys.readouterr().out.startswith("chat template: same\nstop token: same: '<|eot|>'")
@@ -170,6 +172,11 @@ def test_what_cannot_be_compared_is_an_error(kind: str, export: str, named: str,
     code, _, message = check(capsys, kind, export)
     assert code == 2
     assert named in message
+
+
+def test_rows_without_an_export_are_an_error(capsys):
+    assert main(["check", "checkpoints", "--data", "rows.jsonl"]) == 2
+    assert "--against merged FOLDER" in capsys.readouterr().err
 
 
 # ---- A server

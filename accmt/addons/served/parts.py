@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from accmt.addons.served.targets import KINDS, Folder, Messages, count_bits, render
+from accmt.addons.served.targets import KINDS, MAX_LENGTH, Folder, Messages, count_bits, render
 from accmt.addons.served.weights import find_cause
 from accmt.addons.sft.chat import IGNORED, MaskedRow, mask_row
 from accmt.addons.sft.rows import read_rows
@@ -31,7 +31,7 @@ Three times what llama.cpp measures for Llama 3 8B with Q8_0, Q6_K, Q5_K_M, Q4_0
 Source: tools/perplexity/README.md of llama.cpp.
 """
 
-MAX_ROWS, MAX_LENGTH = 64, 2048
+MAX_ROWS = 64
 
 _SYSTEM = {"role": "system", "content": "You answer in one short sentence."}
 _TURNS = (

@@ -24,6 +24,10 @@ from accmt.registry import addon
 from accmt.saving.weights import ADAPTER_CONFIG
 
 CAUSAL = "AutoModelForCausalLM"
+
+MAX_LENGTH = 2048
+"""How many tokens of a row are compared."""
+
 _COMMAND = "accmt check --against"
 
 _LLAMA_STOPS = """
@@ -201,7 +205,7 @@ class Gguf(Folder):
     def _llama(self) -> Any:
         if find_spec("llama_cpp") is None:
             return None
-        return import_module("llama_cpp").Llama(str(self.path), n_ctx=4096, logits_all=True, verbose=False)
+        return import_module("llama_cpp").Llama(str(self.path), n_ctx=MAX_LENGTH, logits_all=True, verbose=False)
 
     @cached_property
     def model(self) -> Any:
