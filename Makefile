@@ -35,6 +35,8 @@ SELECT ?=
 READERS := --no-deps mosaicml-streaming==0.13.0 brotli==1.2.1 catalogue==2.0.10 cramjam==2.14.0 python-snappy==0.7.3 \
 	zstd==1.5.7.2 litdata==0.2.76 boto3==1.44.8 botocore==1.44.8 s3transfer==0.19.3 jmespath==1.1.0 obstore==0.12.1 \
 	tifffile==2026.3.3 wids==0.1.11 braceexpand==0.1.7
+# Formats that models are exported to; llama-cpp-python, which would be tested too, takes minutes to build.
+SERVED := gguf==0.19.0 onnx==1.23.2 onnxruntime==1.32.0 onnxscript==0.7.2
 # What the wheel is installed beside; PEFT is in .venv.
 BESIDE := trl==1.16.0 lightning==2.6.6 uv==0.13.9 'ray[train]==2.60.0'
 TRACKER_TESTS := $(foreach tracker,$(TRACKERS),tracker-$(firstword $(subst ==, ,$(tracker))))
@@ -47,7 +49,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels tasks readers object-storage chat-templates beside release clean
+.PHONY: help install demo test test-slow test-all test-lowest lint docs coverage bench gpu trackers quantized kernels tasks readers object-storage chat-templates served beside release clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-14s  %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -120,6 +122,9 @@ chat-templates: $(INSTALLED)  ## test 500 conversations in each chat template of
 	@CONVERSATIONS=$(CONVERSATIONS) WORKERS=2 tests/laid_over.sh .venv-chat-templates $(VENV) \
 		'tests/unit/test_chat_templates.py tests/unit/test_addons_prefer_trl.py' $(CHAT_TEMPLATES)
 
+served: $(INSTALLED)  ## test exports to GGUF and ONNX against what was trained, in an environment of its own
+	@tests/laid_over.sh .venv-served $(VENV) tests/served $(SERVED)
+
 # Which version: make release VERSION=0.2.0
 release: $(INSTALLED)  ## set the VERSION, date the changelog, commit and tag; nothing is uploaded
 	$(if $(VERSION),,$(error say which version: make release VERSION=0.2.0))
@@ -129,7 +134,7 @@ beside: $(INSTALLED)  ## test the built wheel beside trl, peft and lightning in 
 	@tests/laid_over.sh .venv-beside $(VENV) tests/beside $(BESIDE)
 
 clean:  ## remove everything that was made: .venv, caches, outputs of the examples
-	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-tasks .venv-readers .venv-object-storage .venv-chat-templates .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
+	rm -rf $(VENV) $(LOWEST) .venv-beside .venv-trackers .venv-quantized .venv-kernels .venv-tasks .venv-readers .venv-object-storage .venv-chat-templates .venv-served .pytest_cache .ruff_cache .mypy_cache build dist out logs mlruns mlflow.db .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # What builds this package, and rouge-score, which has no wheel.

@@ -70,7 +70,7 @@ def merge_adapter(
         do = "write the unquantized model as `base_model_name_or_path` in adapter_config.json"
         raise fail(WeightsError, where, got=got, expected="full weights to merge into", do=do)
     try:
-        merged = _merge(model)
+        merged = merge_layers(model)
     except (ValueError, NotImplementedError, TypeError, RuntimeError) as error:
         expected = "an adapter that PEFT can merge"
         do = "load it with its model, by PeftModel"
@@ -91,8 +91,8 @@ def _can_be_merged(kind: type[PeftConfig]) -> bool:
     return any(hasattr(PEFT_TYPE_TO_TUNER_MAPPING[name], "merge_and_unload") for name in names)
 
 
-def _merge(model: PeftModel) -> Any:
-    """Merge each adapter only into its own layer.
+def merge_layers(model: PeftModel) -> Any:
+    """Return a PEFT model's base, with each adapter merged only into its own layer.
 
     PEFT adds an adapter to the weight of its layer, and thus to every layer that shares it: an output layer that is
     tied to embeddings, or layers repeated by `layer_replication`. The merged model would differ from the trained one.

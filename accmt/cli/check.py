@@ -4,6 +4,10 @@ This does not write, rename or load anything. Exit code: 0 all are complete, 1 o
 
 Of a remote folder (a URL such as s3://bucket/run), manifests and sizes are checked; a resume verifies every file after
 the download. `--clean` deletes what uploads that were never finished have left there.
+
+With `--against`, PATH is a model folder (or an adapter's), and what serves it is compared with it: chat template, stop
+token, tokenizer, log-probabilities of answers. EXPORT is a file or folder, for vllm the URL of a server. Exit code: 0
+the same, 1 a part differs, 2 it cannot be compared.
 """
 
 from __future__ import annotations
@@ -23,13 +27,23 @@ DAMAGED = 1
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", help="a checkpoint folder, or a folder of checkpoints, possibly a URL")
     parser.add_argument("--clean", action="store_true", help="delete what unfinished uploads have left; only for a URL")
+    pair = ("gguf|onnx|merged|vllm", "EXPORT")
+    parser.add_argument("--against", nargs=2, metavar=pair, help="compare the model in PATH with an export of it")
+    rows = "rows whose answers --against compares, as for `accmt sft`; default: built-in conversations"
+    parser.add_argument("--data", metavar="ROWS.jsonl", help=rows)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> int:
     from accmt.addons.inspection import find_resumable, inspect
+    from accmt.errors import ArgumentError, fail
     from accmt.files import dumps
 
+    if options.against is not None:
+        return _compare(options)
+    if options.data is not None:
+        expected, do = "--against with an export", "--against merged FOLDER, or leave out --data"
+        raise fail(ArgumentError, "--data", got="no --against", expected=expected, do=do)
     if "://" in options.path:
         return _check_remote(options)
     found = inspect(Path(options.path))
@@ -42,6 +56,27 @@ def run(options: argparse.Namespace) -> int:
         if found[0].folder != Path(options.path):
             print(f"\nresume uses {resumable.folder.name if resumable else 'none of them'}")
     return 0 if all(one.is_complete for one in found) else DAMAGED
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from accmt.addons.served.parts import DIFFERS, compare
+    from accmt.files import dumps
+
+    kind, export = options.against
+    parts = []
+    for part in compare(options.path, kind, export, options.data):
+        parts.append(part)
+        if not options.json:
+            print(f"{part.name}: {part.state}" + (f": {part.detail}" if part.detail else ""), flush=True)
+    differing = [part for part in parts if part.state == DIFFERS]
+    # Log-probabilities are what differs, and the part after them why.
+    first = next((part for part in differing if part.name != "log-probabilities"), None)
+    if options.json:
+        rows = [part._asdict() for part in parts]
+        print(dumps({"parts": rows, "first_difference": first and first.name}, indent=2))
+    elif first is not None:
+        print(f"\nfirst difference: {first.name}\n  do: {first.do}")
+    return DAMAGED if differing else 0
 
 
 def _check_remote(options: argparse.Namespace) -> int:
