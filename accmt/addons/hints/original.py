@@ -94,7 +94,18 @@ _OF_TRAINER = {
     "log_artifact": 'self.log_artifact("note.txt") in a step or hook of the module',
     "log_artifacts": 'self.log_artifacts("folder") in a step or hook of the module',
 }
-ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER}
+_OF_LIGHTNING = {
+    "checkpoint_callback": "trainer.state.best for the best values; the best model is in model_path",
+    "datamodule": "callbacks=[MyCallback(datamodule)]",
+    "global_rank": "self.module.accelerator.process_index in a callback",
+    "is_global_zero": "trainer.is_main",
+    "lightning_module": "self.module in a callback",
+    "max_epochs": "trainer.hps.epochs",
+    "max_steps": "trainer.hps.max_steps",
+    "optimizers": "self.module.optimizer in a callback",
+    "world_size": "trainer.state.num_processes",
+}
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER | _OF_LIGHTNING}
 """Attributes by class, and what to write."""
 
 METRIC_KEYWORDS: Mapping[str, str] = {
@@ -146,7 +157,7 @@ def find_in_module(name: str) -> Any:
 
 
 def reject_former_attribute(owner: object, name: str) -> None:
-    """Reject an attribute of the original Trainer or state.
+    """Reject an attribute of the original Trainer or state, or of Lightning's Trainer.
 
     Raises:
         AttributeError: It is one; the message has the line to write.
@@ -154,7 +165,8 @@ def reject_former_attribute(owner: object, name: str) -> None:
     for kind in type(owner).__mro__:
         do = ATTRIBUTES.get(kind.__name__, {}).get(name)
         if do is not None:
-            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do)
+            owner = "Lightning" if name in _OF_LIGHTNING else "the original accmt"
+            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do, owner)
             raise AttributeError(message, name=name, obj=owner)
 
 
@@ -178,5 +190,5 @@ def find_option(kind: str, name: str) -> str | None:
     return _PARALLELISM.get(name) if kind == "ParallelismOptions" else None
 
 
-def _describe(where: str, expected: str, do: str) -> str:
-    return explain(where, "a name of the original accmt", expected, f"write {do}")
+def _describe(where: str, expected: str, do: str, owner: str = "the original accmt") -> str:
+    return explain(where, f"a name of {owner}", expected, f"write {do}")
