@@ -218,7 +218,7 @@ def logged(trainer: Trainer, name: str) -> list[tuple[int, float]]:
 
 def check_module(module: Any, *, sets: dict[str, Any] | None = None) -> None:
     """Run the checks of a module, as `fit` does once it has the sets to evaluate."""
-    settings: Any = None  # which they do not use
+    settings = make_trainer().settings
     facts = Facts(settings=settings, module=module)
     facts.sets = sets or {}
     for row in STAGES["inputs"]:

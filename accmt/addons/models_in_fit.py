@@ -11,6 +11,7 @@ from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, UnknownArgumentError, fail
 from accmt.module import AcceleratorModule
 from accmt.options import HyperParameters
+from accmt.registry import addon
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
@@ -42,9 +43,9 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         return AcceleratorModule.from_hf(*(module if isinstance(module, tuple) else (module,)), in_fit=True, **kwargs)
     if kwargs:
         got, expected = f"the keywords {sorted(kwargs)}", "keywords only if `module` is the path of a model"
-        raise fail(
-            UnknownArgumentError, "fit", got=got, expected=expected, do="pass them to the Trainer, or to your module"
-        )
+        foreign = [addon("hint_for_argument")(name, value) for name, value in kwargs.items()]
+        advice = dict.fromkeys(hint[1] for hint in foreign if hint) or ["pass them to the Trainer, or to your module"]
+        raise fail(UnknownArgumentError, "fit", got=got, expected=expected, do="; ".join(advice))
     if isinstance(module, HuggingFaceModule) and module.hps is not None:
         name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
         _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")

@@ -30,14 +30,14 @@ def _describe_parameters(run: Run) -> str:
 def _describe_data(loader: Loader) -> str:
     number = loader.source.num_micro_batches
     samples = None if number is None else loader.source.samples_in(0, number)
-    if number is None or samples is None:
+    if number is None:
         return "unknown number of samples"
-    batches = -(-number // loader.source.micro_batches_per_batch)
-    return f"{_count(samples, 'sample')} in {_count(batches, 'batch', 'batches')}"
+    batches = _count(-(-number // loader.source.micro_batches_per_batch), "batch", "batches")
+    return batches if samples is None else f"{_count(samples, 'sample')} in {batches}"
 
 
 def _describe_steps(run: Run) -> str:
-    total, samples = run.length.total, run.length.basis[-1]
+    total, samples = run.length.total, run.samples_per_step(run.state.epoch)
     steps = "steps without a limit" if total is None else _count(total, "step")
     of_samples = "" if samples is None else f" of {_count(samples, 'sample')}"
     resumed = f", resumed after step {run.state.global_step:,}" if run.is_resumed else ""

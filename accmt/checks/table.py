@@ -146,7 +146,7 @@ def _is_module(facts: Facts) -> None:
 
 
 def _has_no_foreign_methods(facts: Facts) -> None:
-    addon("reject_foreign_methods")(facts.module)
+    addon("reject_foreign_methods")(facts.module, facts.settings.running.callbacks)
 
 
 def _has_no_misspelt_methods(facts: Facts) -> None:
@@ -169,7 +169,7 @@ def _advise_model(module: Any) -> str:
     if not names:
         return "self.model = MyNetwork() in __init__"
     if len(names) == 1:
-        return f"self.model = self.{names[0]} in __init__"
+        return f"self.model = self.{names[0]} in __init__, and self.model(...) in the steps"
     entries = ", ".join(f'"{name}": self.{name}' for name in names)
     return f"self.model = nn.ModuleDict({{{entries}}}) in __init__, without those that are not trained"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accmt.callbacks.console import summarize
 from tests.toys import Linear, Stream, make_points, make_trainer
@@ -55,6 +56,12 @@ def test_a_line_at_the_start_says_what_is_trained_on_what(caplog):
     start += "training: 6 samples in 3 batches; "
     start += "a: 3 samples in 2 batches; b: unknown number of samples; 4 steps of 4 samples"
     assert start in caplog.messages
+
+
+def test_a_dataloader_is_described_with_its_batch_size(caplog):
+    loader = DataLoader(make_points(8), batch_size=4)
+    make_trainer({"epochs": 1, "batch_size": 2}, verbose=True).fit(Linear(), loader)
+    assert any(message.endswith("training: 2 batches; 2 steps of 4 samples") for message in caplog.messages)
 
 
 def test_the_end_of_a_run_says_the_essentials_in_ten_lines(caplog):

@@ -107,7 +107,7 @@ REFUSED = [
     (TensorDataset(torch.ones(1)), "trainer.fit(module, data)"),
     (None, "class MyModule(AcceleratorModule)"),
     (WithoutModel(), "self.model = MyNetwork() in __init__"),
-    (WithParts("net"), "self.model = self.net in __init__"),
+    (WithParts("net"), "self.model = self.net in __init__, and self.model(...) in the steps"),
     (WithParts("G", "D"), 'self.model = nn.ModuleDict({"G": self.G, "D": self.D}) in __init__'),
     (ModelOfWrongType(), "self.model = an nn.Module"),
     (Frozen(), "unfrozen"),

@@ -12,7 +12,7 @@ from accmt import AcceleratorModule, Callback, ExtendedAcceleratorModule, Lambda
 from accmt.addons.hints.methods import FOREIGN_METHODS, ONLY_WITH, find_foreign_method
 from accmt.callbacks import HOOKS, find_hooks
 from accmt.compat import HOOK_NAMES
-from accmt.errors import ModuleContractError
+from accmt.errors import ModuleContractError, UnknownArgumentError
 from tests.raising import raises_at
 from tests.tables import each
 from tests.toys import Linear, check_module, make_points, make_trainer
@@ -36,6 +36,38 @@ def test_a_method_that_only_another_trainer_calls_is_an_error_with_what_to_write
     assert where == f"Ported.{name}"
     assert owner in got
     assert do.startswith(f"  do: {find_foreign_method(name)[1]}")
+
+
+def test_the_setup_of_a_callback_is_an_error_unless_it_is_a_helper():
+    class Freezing(Callback):
+        def setup(self, trainer, pl_module, stage):
+            """Lightning calls this before it creates the optimizer."""
+
+    class Helper(Callback):
+        def setup(self):
+            """Called by hooks of the class."""
+
+    trainer = make_trainer(callbacks=[Helper(), Freezing()])
+    with pytest.raises(ModuleContractError, match=r"^Freezing\.setup\n(.|\n)*do: write def on_fit_start\(self\)"):
+        trainer.fit(Linear(), make_points())
+    make_trainer(callbacks=Helper()).fit(Linear(), make_points())
+
+
+def test_early_stopping_is_answered_with_its_values():
+    class EarlyStopping:
+        monitor, patience, min_delta = "val_loss", 2, -0.01
+
+    with raises_at(ModuleContractError, "Trainer(callbacks=...)") as caught:
+        make_trainer(callbacks=EarlyStopping())
+    line = 'Trainer(patience={"val_loss": {"patience": 2, "min_delta": 0.01}})'
+    assert line in str(caught.value)
+    assert eval(line, {"Trainer": make_trainer})
+
+
+def test_data_for_fit_by_the_names_of_lightning_are_told_where_they_go():
+    with raises_at(UnknownArgumentError, "fit") as caught:
+        make_trainer().fit(Linear(), train_dataloaders=make_points(), val_dataloaders=make_points())
+    assert str(caught.value).endswith("do: write trainer.fit(module, train_dataset, val_dataset)")
 
 
 def test_nothing_that_works_here_is_refused():

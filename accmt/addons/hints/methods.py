@@ -129,7 +129,7 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "eval": "self.model.eval()",
     "global_rank": "self.accelerator.process_index",
     "global_step": "self.state.global_step",
-    "hparams": "self.trainer.hps",
+    "hparams": "self.lr = lr in __init__ for each of its arguments; self.trainer.hps has the hyper-parameters",
     "load_temp_state": 'Trainer(resume="folder")',
     "local_rank": "self.accelerator.local_process_index",
     "logger": "self.tracker, or self.trainer.logger",
@@ -142,7 +142,8 @@ FOREIGN_ATTRIBUTES: Mapping[str, str] = {
     "register": 'self.model = torch.nn.ModuleDict({"first": first, "second": second}), and def get_optimizer(self):'
     " return accmt.ChainedOptimizer([optimizer, second_optimizer])",
     "reset_optimizer": "self.trainer.reset_optimizer()",
-    "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json are saved with the model",
+    "save_hyperparameters": "leave it out: hps.yaml and trainer_config.json are saved with the model; for values of"
+    " self.hparams, write self.lr = lr",
     "untoggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "toggle_optimizer": "with self.toggled_optimizer(optimizer), in a class derived from ExtendedAcceleratorModule",
     "save_temp_state": 'self.trainer.save_checkpoint("folder")',
@@ -187,15 +188,15 @@ def find_attribute(module: object, name: str) -> Any:
     raise AttributeError(message, name=name, obj=module)
 
 
-def reject_foreign_methods(module: Any) -> None:
+def reject_foreign_methods(module: Any, callbacks: Any = None) -> None:
     """Reject methods that only other trainers call: here they would silently be ignored.
 
     Raises:
-        ModuleContractError: The module has some.
+        ModuleContractError: The module or a callback has some.
     """
     name = type(module).__name__
     expected = "methods of an AcceleratorModule, or others that its own methods call"
-    errors = []
+    errors = [] if callbacks is None else list(_find_setup(callbacks))
     for method, owner, do in find_unused_foreign_methods(type(module)):
         got, do = f"a method of {owner}, which accmt never calls", f"{do}; or rename it, if it is called elsewhere"
         errors.append(fail(ModuleContractError, f"{name}.{method}", got=got, expected=expected, do=do))
@@ -207,6 +208,22 @@ def reject_foreign_methods(module: Any) -> None:
         raise fail(
             ModuleContractError, where, got=got, expected="an ExtendedAcceleratorModule, which steps manually", do=do
         )
+
+
+_OF_CALLBACKS = {
+    "setup": "write def on_fit_start(self), which is called after the optimizer is created; call module.freeze()"
+    " and what else get_optimizer depends on before fit",
+    "teardown": "write def on_fit_end(self)",
+}
+
+
+def _find_setup(callbacks: Any) -> Iterator[ModuleContractError]:
+    """Yield errors about methods of Lightning's callbacks that are not named like hooks."""
+    for callback in callbacks if isinstance(callbacks, list | tuple) else [callbacks]:
+        for method, _, _ in find_unused_foreign_methods(type(callback)):
+            if method in _OF_CALLBACKS:
+                where, got = f"{type(callback).__name__}.{method}", "a method that only Lightning calls"
+                yield fail(ModuleContractError, where, got=got, expected="hooks of accmt", do=_OF_CALLBACKS[method])
 
 
 _CONTRACT = tuple(

@@ -90,7 +90,18 @@ _OF_TRAINER = {
     "evaluate_on_test": "trainer.test(module, data)",
     "evaluate_on_validation": "trainer.validate(module, data)",
 }
-ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER}
+_OF_LIGHTNING = {
+    "checkpoint_callback": "trainer.state.best for the best values; the best model is in model_path",
+    "datamodule": "callbacks=[MyCallback(datamodule)]",
+    "global_rank": "self.module.accelerator.process_index in a callback",
+    "is_global_zero": "trainer.is_main",
+    "lightning_module": "self.module in a callback",
+    "max_epochs": "trainer.hps.epochs",
+    "max_steps": "trainer.hps.max_steps",
+    "optimizers": "self.module.optimizer in a callback",
+    "world_size": "trainer.state.num_processes",
+}
+ATTRIBUTES: Mapping[str, Mapping[str, str]] = {"TrainingState": _OF_STATE, "Trainer": _OF_TRAINER | _OF_LIGHTNING}
 """Attributes by class, and what to write."""
 
 METRIC_KEYWORDS: Mapping[str, str] = {
@@ -152,7 +163,8 @@ def find_former_attribute(owner: object, name: str) -> Any:
             return FORMER[kind.__name__][name](owner)
         do = ATTRIBUTES.get(kind.__name__, {}).get(name)
         if do is not None:
-            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do)
+            library = "Lightning" if name in _OF_LIGHTNING else "the original accmt"
+            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do, library)
             raise AttributeError(message, name=name, obj=owner)
     return object.__getattribute__(owner, name)  # also if a property raised an AttributeError: that error again
 
@@ -204,5 +216,5 @@ def find_option(kind: str, name: str) -> str | None:
     return _PARALLELISM.get(name) if kind == "ParallelismOptions" else None
 
 
-def _describe(where: str, expected: str, do: str) -> str:
-    return explain(where, "a name of the original accmt", expected, f"write {do}")
+def _describe(where: str, expected: str, do: str, library: str = "the original accmt") -> str:
+    return explain(where, f"a name of {library}", expected, f"write {do}")

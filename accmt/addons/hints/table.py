@@ -10,6 +10,7 @@ treated as False), or a tuple of an example and a function, which returns None f
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
@@ -225,6 +226,8 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "replace_sampler_ddp": _SAMPLER,
         "strategy": ("accmt launch --strat ddp train.py", _strategy),
         "tpu_cores": "there is no TPU in this version",
+        "train_dataloaders": _FIT,
+        "val_dataloaders": _FIT,
         "track_grad_norm": 'Trainer(monitor=["grad_norm"]) | the norm is not logged by default',
         "use_distributed_sampler": _SAMPLER,
         "val_check_interval": ("Trainer(evaluate_every_n_steps=0.25)", _interval),
@@ -340,6 +343,28 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "tokenizer": "module.processor = tokenizer",
         "train_dataset": _FIT,
     },
+    "Accelerate's Accelerator": {
+        "cpu": _ON_CPU,
+        "deepspeed_plugin": f"{_DEEPSPEED} | several processes use DDP by default",
+        "device_placement": {
+            False: 'Trainer(data_options={"device_placement": False})',
+            True: "leave it out: batches are moved to the device by default",
+        },
+        "dynamo_backend": 'Trainer(compile={"backend": "<inductor>"}) | the model is not compiled by default',
+        "even_batches": "leave it out: each epoch uses each sample once, with any number of processes",
+        "fsdp_plugin": f"{_FSDP} | several processes use DDP by default",
+        "gradient_accumulation_plugin": "Trainer(grad_accumulation_steps=4)",
+        "kwargs_handlers": f"{_HANDLER} | it is empty",
+        "project_dir": 'Trainer(logging_dir="<out/logs>") | the default is logs',
+        "split_batches": {
+            True: "leave it out, and divide batch_size by the number of processes: it is per process",
+            False: "leave it out: batch_size is per process",
+        },
+        "step_scheduler_with_optimizer": {
+            False: "step_scheduler_per_epoch: true",
+            True: "leave it out: the scheduler is stepped after each optimizer step",
+        },
+    },
     "TRL's SFTTrainer": {
         "assistant_only_loss": "leave it out: the loss of a conversation only includes the assistant's messages",
         "chat_template_path": "sft + chat_template: <template.jinja> | the tokenizer's template is used",
@@ -434,7 +459,10 @@ ABOVE = {
 UP_TO = {"adam_beta1": 0.9999999, "adam_beta2": 0.9999999, "warmup_ratio": 1}
 """The largest value that is inserted into the line."""
 
+_FREEZING = "remove it: module.freeze(part) before fit, and module.unfreeze(part) in on_epoch_start of a callback"
 _CALLBACKS = {
+    "BackboneFinetuning": _FREEZING,
+    "BaseFinetuning": _FREEZING,
     "EarlyStoppingCallback": "remove it, and write Trainer(patience=3)",
     "EarlyStopping": "remove it, and write Trainer(patience=3)",
     "ModelCheckpoint": 'remove it, and write Trainer(model_saving="best_valid_loss", checkpoint_every="epoch")',
@@ -446,4 +474,10 @@ _CALLBACKS = {
 
 def find_callback(callback: object) -> str | None:
     """Return what to write instead of another trainer's callback, or None."""
-    return next((_CALLBACKS[kind.__name__] for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), None)
+    name = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), "")
+    monitor = getattr(callback, "monitor", None)
+    if name == "EarlyStopping" and isinstance(monitor, str):
+        # Lightning negates `min_delta` where lower is better.
+        options = {"patience": getattr(callback, "patience", 3), "min_delta": abs(getattr(callback, "min_delta", 0))}
+        return f"remove it, and write Trainer(patience={json.dumps({monitor: options})})"
+    return _CALLBACKS.get(name)
