@@ -103,6 +103,7 @@ _BUILT_IN: dict[str, dict[str, str]] = {
         "hint_for_precision": "accmt.addons.hints.table:find_precision",
         "hint_for_replaced": "accmt.addons.hints.arguments:find_replaced",
         "hint_for_option": "accmt.addons.hints.original:find_option",
+        "reject_replacing_best": "accmt.addons.best_model_folder:reject_replacing_best",
         "reject_metric_keywords": "accmt.addons.hints.original:reject_metric_keywords",
         "read_parallelism": "accmt.addons.parallelism_argument:read_parallelism",
         "hints_for_parameters": "accmt.addons.hints.methods:find_parameters",

@@ -1,21 +1,22 @@
-"""What `fit` takes in place of a module: the path of a transformers model, `(path, type)`, or hyper-parameters."""
+"""What `fit` takes in place of a module: a transformers model, its path, `(path, type)`, or hyper-parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from os import PathLike
-from typing import Any
+from typing import Any, cast
 
 from accmt.addons.made_modules import HuggingFaceModule
 from accmt.checks.table import require_module
 from accmt.errors import ArgumentError, UnknownArgumentError, fail
+from accmt.huggingface.model_kinds import is_peft_model, is_transformers_model
 from accmt.module import AcceleratorModule
 from accmt.options import HyperParameters
 from accmt.registry import addon
 
 
 def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> AcceleratorModule:
-    """Return the module for an argument of `fit`: a module, a model's path, `(path, type)`, or hyper-parameters.
+    """Return the module for an argument of `fit`: a module, a transformers model or its path, or hyper-parameters.
 
     Args:
         module: One of these.
@@ -41,6 +42,8 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         return AcceleratorModule.from_hps(model_hps, in_fit=True, **kwargs)
     if is_path or isinstance(module, tuple):
         return AcceleratorModule.from_hf(*(module if isinstance(module, tuple) else (module,)), in_fit=True, **kwargs)
+    if kwargs.keys() <= {"processor"} and (is_transformers_model(module) or is_peft_model(module)):
+        return HuggingFaceModule(module, **kwargs)
     if kwargs:
         got, expected = f"the keywords {sorted(kwargs)}", "keywords only if `module` is the path of a model"
         foreign = [addon("hint_for_argument")(name, value) for name, value in kwargs.items()]
@@ -50,8 +53,7 @@ def as_module(module: Any, kwargs: dict[str, Any], hps: HyperParameters) -> Acce
         name = "AcceleratorModule" if type(module) is HuggingFaceModule else type(module).__name__
         _require_same_model(module.hps, hps, f"{name}.from_hps(trainer.hps)")
     require_module(module, "fit")  # before the run sets attributes of it: a class would keep them for later modules
-    checked: AcceleratorModule = module
-    return checked
+    return cast(AcceleratorModule, module)
 
 
 def _require_same_model(own: HyperParameters, hps: HyperParameters, do: str) -> None:

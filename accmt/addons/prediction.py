@@ -72,7 +72,8 @@ class _SetPrediction(SetPass):
                 raise
             got = f"a batch of type {type(batch).__name__}, which the model does not accept: {error}"
             expected = "a predict_step(self, batch) that passes the right part of the batch to the model"
-            do = "for example, def predict_step(self, batch): return self.model(batch[0])"
+            call = "self.model(**batch).logits" if isinstance(batch, Mapping) else "self.model(batch[0])"
+            do = f"for example, def predict_step(self, batch): return {call}"
             raise fail(
                 ModuleContractError, type(self._run.module).__name__, got=got, expected=expected, do=do
             ) from error

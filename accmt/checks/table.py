@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from itertools import islice
 from os import PathLike
@@ -133,11 +133,13 @@ def require_module(module: Any, function: str) -> None:
         return
     do = advise_wrapping(module) or "class MyModule(AcceleratorModule): with self.model and training_step"
     match module:
-        case Dataset() | DataLoader():
-            do = f"trainer.{function}(module, data): the module comes first"
+        case nn.Module() | Mapping():  # some have a length
+            pass
         case str() | PathLike() | tuple():
             make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
             do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
+        case Dataset() | DataLoader() | Sized():  # a dataset of `datasets` is none of torch's
+            do = f"trainer.{function}(module, data): the module comes first"
     raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
 
 

@@ -223,7 +223,8 @@ class CollateFetched:
 
 
 def _advise(column: str, value: Any) -> str:
-    if not isinstance(value, str):
+    is_text = isinstance(value, str) or (isinstance(value, list) and all(isinstance(item, str) for item in value))
+    if not is_text:
         return f"return {column!r} as a number or tensor, leave it out, or pass a collate_fn for it"
     if column in ("label", "labels", "target", "targets"):
         return f"map {column!r} to numbers; with `datasets`: dataset.class_encode_column({column!r})"

@@ -298,7 +298,7 @@ class Trainer(TrainerProperties):
         Processes: collective.
 
         Args:
-            module: An `AcceleratorModule`; or a transformers model: its path, or `(path, type)` as in `from_hf`; or
+            module: An `AcceleratorModule`; or a transformers model, its path, or `(path, type)` as in `from_hf`; or
                 hyper-parameters with a `model` section: the path of the .yaml or .json file, a dict, or `trainer.hps`.
                 Flags such as `--hps.model.lora.r=8` apply if the file is also the Trainer's.
             train_dataset: A dataset, an iterable dataset, a `datasets` dataset or a DataLoader; or a dict of datasets,
@@ -306,7 +306,7 @@ class Trainer(TrainerProperties):
             val_dataset: The same for validation; None trains without validation.
             datamodule: Provides both instead: a Lightning `LightningDataModule`, or any object with
                 `train_dataloader()`. `prepare_data()`, `setup(stage)` and `teardown(stage)` are called if defined.
-            **kwargs: Arguments for `from_pretrained`, if `module` is a path.
+            **kwargs: Arguments for `from_pretrained`, if `module` is a path; `processor=` is saved with the model.
 
         Returns:
             The counters of the finished run.
@@ -541,14 +541,16 @@ class Trainer(TrainerProperties):
 
         Raises:
             RuntimeError: There has been no run yet.
+            ArgumentError: `path` is None, and `model_path` has the best model of the finished run.
             OSError: The folder is not writable.
         """
         from accmt.processes import serving
         from accmt.run.model_saver import save_model
 
         with serving("trainer.save_model"):
-            folder = self.settings.model_folder if path is None else Path(path)
-            save_model(self.run, folder)
+            if path is None:
+                addon("reject_replacing_best")(self.run)
+            save_model(self.run, Path(path or self.settings.model_folder))
 
     def register_model_saving(
         self, name: str, saving_below: Bound | None = None, saving_above: Bound | None = None

@@ -18,9 +18,20 @@ ACCMT = [sys.executable, "-c", "import sys; from accmt.cli.main import main; sys
 
 TRAIN = """
 import os
+import torch
 from accmt.errors import ArgumentError
 from tests.toys import Linear, make_points, make_trainer
 
+class Worse(Linear):
+    def validation_step(self, batch):
+        return torch.tensor(1.0 + self.state.evaluations_done)
+
+best = make_trainer({"epochs": 2}, model_path="out/best", model_saving="best_valid_loss")
+best.fit(Worse(), make_points(8), make_points(4))
+try:
+    best.save_model()
+except ArgumentError:
+    open("spared-" + os.environ["RANK"], "w").close()
 trainer = make_trainer(model_path="out/model", checkpoint_every="epoch")
 state = trainer.fit(Linear(), make_points(8))
 trainer.save_model("saved")
@@ -67,6 +78,7 @@ def test_processes_train_together_their_checkpoint_is_had_and_the_exit_code_is_t
     _, errors = run.communicate(timeout=120)
     assert run.returncode == 3, errors[-2000:]
     assert (tmp_path / "trained").read_text() == "2 cpu 2"
+    assert all((tmp_path / f"spared-{rank}").exists() for rank in range(2))
     assert "a launched program that has left its process group" in (tmp_path / "refused").read_text()
     assert main(["get", str(tmp_path / "out" / "checkpoint-model"), str(tmp_path / "got")]) == 0
     saved, got = (tmp_path / folder / "model.safetensors" for folder in ("saved", "got"))

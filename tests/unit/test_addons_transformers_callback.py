@@ -124,5 +124,6 @@ def test_a_callback_of_transformers_itself_writes_what_it_writes_there(tmp_path:
 
 
 def test_one_that_an_argument_replaces_is_refused_with_the_argument():
-    with raises_at(ModuleContractError, "Trainer(callbacks=...)"):
-        make_trainer(callbacks=EarlyStoppingCallback())
+    for values, line in (((7,), "7"), ((7, 0.1), '{"valid_loss": {"patience": 7, "min_delta": 0.1}}')):
+        with raises_at(ModuleContractError, "Trainer(callbacks=...)", do=f"Trainer(patience={line})"):
+            make_trainer(callbacks=EarlyStoppingCallback(*values))

@@ -247,6 +247,7 @@ def collate_numbers(samples):
         (None, {"x": 1.0, "picture": object(), "caption": "a"}, "'picture' (object)", "return 'picture' as a number"),
         (None, {"x": 1.0, "note": None}, "'note' (NoneType)", "return 'note' as a number or tensor, leave it out"),
         (collate_numbers, {"x": 1.0, "text": "a"}, "'text' (str)", "dataset.remove_columns(['text'])"),
+        (collate_numbers, {"x": 1.0, "words": ["a"]}, "'words' (list)", "dataset.remove_columns(['words'])"),
         (collate_numbers, {"labels": "a", "x": 1}, "'labels' (str)", "dataset.class_encode_column('labels')"),
         (collate_numbers, {"x": 1, "text": "a", "label": "b"}, "'text' (str), 'label' (str)", "map 'label' to numbers"),
     ],

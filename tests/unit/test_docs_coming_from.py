@@ -153,5 +153,5 @@ def test_what_the_page_tells_to_write_is_there(span):
 
 
 def test_every_table_of_the_page_is_read():
-    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 11
+    assert len(TABLES) == len(re.findall(r"^\|---", PAGE, re.MULTILINE)) == 12
     assert len(SPANS) > 100

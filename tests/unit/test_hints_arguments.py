@@ -129,7 +129,7 @@ BY_VALUE = [
     ("learning_rate", 5e-5, "optim: {type: AdamW, lr: 5e-05}"),
     ("warmup_steps", 50, "scheduler: {type: LinearWithWarmup, num_warmup_steps: 50}"),
     ("warmup_steps", 0.1, "scheduler: {type: LinearWithWarmup, warmup_ratio: 0.1}"),
-    ("label_smoothing_factor", 0.1, "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=0.1)"),
+    ("label_smoothing_factor", 0.1, "cross_entropy(logits.flatten(0, -2), labels.flatten(), label_smoothing=0.1)"),
 ]
 
 

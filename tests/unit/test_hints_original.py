@@ -134,7 +134,8 @@ def test_an_attribute_of_trainer_and_state_is_an_error_with_the_line(kind, name)
     owner = make_trainer() if kind == "Trainer" else TrainingState()
     with pytest.raises(AttributeError) as caught:
         getattr(owner, name)
-    assert f"do: write {ATTRIBUTES[kind][name]}" in str(caught.value)
+    line = ATTRIBUTES[kind][name]
+    assert f"do: {line if line.startswith('leave ') else f'write {line}'}" in str(caught.value)
     with pytest.raises(AttributeError, match=f"'{kind}' object has no attribute 'something'"):
         _ = owner.something
 

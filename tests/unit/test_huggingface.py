@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pytest
 import torch
 import transformers
@@ -289,6 +290,22 @@ def test_the_advised_ways_to_a_module_train():
         module = eval(make, names)
         module.trainer = SimpleNamespace(model=module.model)
         assert module.training_step(batch).ndim == 0
+
+
+def test_fit_takes_the_model_itself_as_it_takes_its_path(tmp_path):
+    save(BertForSequenceClassification(bert_config()), tmp_path)
+    tokens = torch.randint(3, 20, (8, 4), generator=torch.Generator().manual_seed(0))
+    rows = [{"input_ids": row, "labels": row[0] % 2} for row in tokens]
+    losses = []
+    for model in (tmp_path, load_pretrained(tmp_path, "BertForSequenceClassification")):
+        given = (model, "BertForSequenceClassification") if model is tmp_path else model
+        trainer = make_trainer({"batch_size": 4}, metrics="accuracy", shuffle_train=False, seed=0)
+        trainer.fit(given, rows, rows)
+        losses.append(trainer.state.metrics)
+    assert losses[0] == losses[1]
+    for function in (trainer.validate, trainer.predict):
+        with raises_at(ModuleContractError, "(module)", do="the module comes first"):
+            function(datasets.Dataset.from_list([{"x": 1}]))
 
 
 @pytest.mark.parametrize("path", ["./missing", "/missing/model", "runs/today/model", "~/model"])

@@ -10,7 +10,7 @@ import torch
 
 from accmt import Callback, Trainer
 from accmt.addons.model_card import _name_of_path
-from accmt.errors import SavingError
+from accmt.errors import ArgumentError, SavingError
 from tests.raising import raises_at
 from tests.toys import Linear, Numbers, Recorder, Scripted, make_points, make_trainer
 
@@ -96,9 +96,21 @@ def test_the_best_weights_are_in_the_folder_not_the_last():
     fresh.load_weights("out/model")
     assert torch.equal(fresh.model.weight, weights[1])
     assert not torch.equal(weights[1], weights[2])
+    with raises_at(ArgumentError, "trainer.save_model()", "after step 3, and the best model, after step 2"):
+        trainer.save_model()
     trainer.save_model("out/last")
     fresh.load_weights("out/last")
     assert torch.equal(fresh.model.weight, weights[2])
+
+
+def test_a_model_folder_without_a_better_model_gets_the_last_weights():
+    trainer = make_trainer({"epochs": 2, "batch_size": 8}, model_saving=None)
+    trainer.fit(Linear(), make_points(8))
+    trainer.save_model()
+    trainer.save_model()
+    fresh = Linear()
+    fresh.load_weights("out/model")
+    assert torch.equal(fresh.model.weight, trainer.model.weight)
 
 
 def test_a_model_path_below_a_file_is_refused_before_training():

@@ -340,6 +340,9 @@ def test_predictions_are_of_the_samples_that_were_read_or_that_the_module_counts
 def test_batches_that_forward_does_not_take_need_a_predict_step():
     with raises_at(ModuleContractError, "Linear"):
         make_trainer().predict(Linear(), make_points(3))
+    rows = [{"number": torch.ones(3)}] * 2
+    with raises_at(ModuleContractError, "Linear", do="self.model(**batch).logits"):
+        make_trainer().predict(Linear(), rows)
 
 
 def test_an_error_in_a_predict_step_is_the_users_own():

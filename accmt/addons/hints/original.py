@@ -81,14 +81,43 @@ UTILITIES: Mapping[str, str] = {
 }
 """Names of the package's `utils`, and what to write."""
 
+_HISTORY = "accmt.read_history(trainer.log_dir)"
 _OF_STATE = {
+    "best_metric": "state.best",
+    "best_model_checkpoint": "Trainer(model_path=...): the folder of the best model",
     "is_last_validation_batch": "def on_evaluation_end(self, metrics)",
+    "log_history": _HISTORY,
     "num_checkpoints_made": "self.num_checkpoints += 1 in def on_save_checkpoint(self, folder)",
+    "training_loss": _HISTORY,
     "train_dataloader_idx": "state.global_step, at which the stages of accmt.StepsCurriculum begin",
 }
+_CALLBACKS = "Trainer(callbacks=[...])"
+_FOLDERS = "leave it out: the run's folder, trainer.log_dir, has the metrics and the state"
 _OF_TRAINER = {
+    "accelerator": "trainer.run.module.accelerator",
+    "add_callback": _CALLBACKS,
+    "args": "trainer.settings, or trainer.hps",
+    "create_model_card": "leave it out: each model folder has a model card, README.md",
+    "eval_dataset": "trainer.val_dataloaders",
     "evaluate_on_test": "trainer.test(module, data)",
     "evaluate_on_validation": "trainer.validate(module, data)",
+    "get_eval_dataloader": "trainer.val_dataloaders",
+    "get_train_dataloader": "trainer.train_dataloader",
+    "hyperparameter_search": "accmt.HyperParameterSearch",
+    "is_local_process_zero": "accmt.on_local_main_process(function)()",
+    "is_world_process_zero": "trainer.is_main",
+    "log": 'module.log("name", value)',
+    "log_metrics": "leave it out: `fit` and `validate` print their results",
+    "lr_scheduler": "trainer.run.module.scheduler",
+    "optimizer": "trainer.run.module.optimizer",
+    "pop_callback": _CALLBACKS,
+    "processing_class": "trainer.run.module.processor",
+    "push_to_hub": 'Trainer(callbacks=accmt.PushToHub("user/name"))',
+    "remove_callback": _CALLBACKS,
+    "save_metrics": _FOLDERS,
+    "save_state": _FOLDERS,
+    "train": "trainer.fit(module, train_dataset, val_dataset), and Trainer(resume=True) to resume",
+    "train_dataset": "trainer.train_dataloader",
 }
 _OF_LIGHTNING = {
     "checkpoint_callback": "trainer.state.best for the best values; the best model is in model_path",
@@ -153,18 +182,19 @@ def find_in_module(name: str) -> Any:
 
 
 def find_former_attribute(owner: object, name: str) -> Any:
-    """Return what an attribute of the original Trainer or state stands for.
+    """Return what an attribute of another trainer or its state stands for.
 
     Raises:
-        AttributeError: It does not exist; if the original has it, the message has the line to write.
+        AttributeError: It does not exist; if another trainer has it, the message has the line to write.
     """
     for kind in type(owner).__mro__:
         if name in FORMER.get(kind.__name__, {}):
             return FORMER[kind.__name__][name](owner)
         do = ATTRIBUTES.get(kind.__name__, {}).get(name)
         if do is not None:
-            library = "Lightning" if name in _OF_LIGHTNING else "the original accmt"
-            message = _describe(f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}", do, library)
+            where, expected = f"{kind.__name__}.{name}", f"an attribute of {kind.__name__}"
+            do = do if do.startswith("leave ") else f"write {do}"
+            message = explain(where, "an attribute of another trainer", expected, do)
             raise AttributeError(message, name=name, obj=owner)
     return object.__getattribute__(owner, name)  # also if a property raised an AttributeError: that error again
 
@@ -216,5 +246,5 @@ def find_option(kind: str, name: str) -> str | None:
     return _PARALLELISM.get(name) if kind == "ParallelismOptions" else None
 
 
-def _describe(where: str, expected: str, do: str, library: str = "the original accmt") -> str:
-    return explain(where, f"a name of {library}", expected, f"write {do}")
+def _describe(where: str, expected: str, do: str) -> str:
+    return explain(where, "a name of the original accmt", expected, f"write {do}")

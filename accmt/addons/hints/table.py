@@ -272,8 +272,8 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "hub_model_id": _UPLOAD,
         "hub_strategy": _UPLOAD,
         "hub_token": _UPLOAD,
-        "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits, labels, label_smoothing=<0.1>)"
-        " | there is no label smoothing by default",
+        "label_smoothing_factor": "torch.nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten(),"
+        " label_smoothing=<0.1>) | there is no label smoothing by default",
         "load_best_model_at_end": f"{_BEST} | the module keeps the last weights by default",
         "logging_steps": f"Trainer(log_every=<10>) | {_LOG}",
         "logging_strategy": {
@@ -335,7 +335,7 @@ FOREIGN: Mapping[str, Mapping[str, Row]] = {
         "compute_metrics": 'Trainer(metrics=["accuracy", "f1"])',
         "data_collator": "Trainer(collate_fn=collator)",
         "eval_dataset": _FIT,
-        "model": 'trainer.fit((path, "AutoModelForCausalLM"), train_dataset, val_dataset)  # or self.model of a module',
+        "model": "trainer.fit(model, train_dataset, val_dataset)  # or self.model of a module",
         "model_init": "def __init__(self): self.model = MyNetwork()",
         "optimizers": "def get_optimizer(self): return optimizer, and get_scheduler for its scheduler",
         "preprocess_logits_for_metrics": 'def validation_step(self, batch): return {"f1": (predictions, labels)}',
@@ -475,9 +475,14 @@ _CALLBACKS = {
 def find_callback(callback: object) -> str | None:
     """Return what to write instead of another trainer's callback, or None."""
     name = next((kind.__name__ for kind in type(callback).__mro__ if kind.__name__ in _CALLBACKS), "")
+    advice = _CALLBACKS.get(name)
+    if advice is None or "patience=3" not in advice:
+        return advice
+    patience = getattr(callback, "early_stopping_patience", getattr(callback, "patience", 3))
     monitor = getattr(callback, "monitor", None)
-    if name == "EarlyStopping" and isinstance(monitor, str):
+    min_delta = getattr(callback, "early_stopping_threshold", getattr(callback, "min_delta", None))
+    if isinstance(monitor, str) or min_delta:
         # Lightning negates `min_delta` where lower is better.
-        options = {"patience": getattr(callback, "patience", 3), "min_delta": abs(getattr(callback, "min_delta", 0))}
-        return f"remove it, and write Trainer(patience={json.dumps({monitor: options})})"
-    return _CALLBACKS.get(name)
+        options = {"patience": patience, "min_delta": abs(min_delta or 0)}
+        patience = json.dumps({monitor if isinstance(monitor, str) else "valid_loss": options})
+    return advice.replace("patience=3", f"patience={patience}")
