@@ -105,7 +105,8 @@ def _read_rows(tokenizer: Any, data: str | None) -> Iterator[MaskedRow]:
     elif tokenizer.chat_template is not None:
         rows = [{"messages": messages} for messages in CONVERSATIONS]
     else:
-        rows = [{"prompt": one["content"], "completion": other["content"]} for one, other in (_TURNS[:2], _TURNS[2:])]
+        pairs = (_TURNS[:2], _TURNS[2:])
+        rows = [{"prompt": question["content"], "completion": answer["content"]} for question, answer in pairs]
     for row in rows:
         masked = mask_row(tokenizer, row, max_length=MAX_LENGTH)
         if masked.has_target:

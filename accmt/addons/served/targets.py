@@ -190,7 +190,9 @@ class Gguf(Folder):
         self.path, self._trained = _find_file(path, ".gguf"), trained
         reader = _import("gguf", "gguf").GGUFReader(self.path)
         self._fields = {name.removeprefix("tokenizer."): field.contents() for name, field in reader.fields.items()}
-        self._kind: str = min((one.tensor_type.name for one in reader.tensors if len(one.shape) > 1), key=count_bits)
+        self._kind: str = min(
+            (tensor.tensor_type.name for tensor in reader.tensors if len(tensor.shape) > 1), key=count_bits
+        )
         self._texts: list[str] = self._fields.get("ggml.tokens", [])
         has_bos = self._fields.get("ggml.model") == "llama" or self._fields.get("ggml.pre") in _PRE_TOKENIZERS_WITH_BOS
         self._adds_bos = self._fields.get("ggml.add_bos_token", has_bos)

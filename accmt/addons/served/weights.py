@@ -59,8 +59,8 @@ def _match(
 ) -> dict[str, Tensor | None]:
     """Return the served tensor of each trained one, by name; a graph may rename and transpose matrices."""
     theirs = {name: tensors.get(name) for name in ours}
-    matrices = [(index, one) for index, one in enumerate(tensors.values()) if one.dim() == 2]
-    forms = [*matrices, *((index, one.t()) for index, one in matrices)]
+    matrices = [(index, tensor) for index, tensor in enumerate(tensors.values()) if tensor.dim() == 2]
+    forms = [*matrices, *((index, matrix.t()) for index, matrix in matrices)]
     used = set[int]()
     # First what is the same, so that only the rest is left for what is not; tied weights are one matrix for two.
     for kind in ("same", "permuted", "of this shape", "tied"):
@@ -90,7 +90,7 @@ def _name_tensors(
 ) -> Cause:
     head, embedding = _names_of(model, "get_output_embeddings"), _names_of(model, "get_input_embeddings")
     if head in differing and set(differing) <= {head, embedding} and theirs[head] is not None:
-        ties = [_distance(own[head], own[embedding]) <= tolerance for own in (ours, theirs)]  # type: ignore[arg-type]
+        ties = [_distance(tensors[head], tensors[embedding]) <= tolerance for tensors in (ours, theirs)]  # type: ignore[arg-type]
         if ties[0] != ties[1]:
             kinds = ["tied to the embeddings" if tie else "a weight of its own" for tie in ties]
             do = f'write "tie_word_embeddings": {str(ties[0]).lower()} to config.json, and {_EXPORT_AGAIN}'
@@ -116,7 +116,7 @@ def _is_permuted(config: Any, name: str, trained: Tensor, served: Tensor | None,
         heads = getattr(config, "num_key_value_heads", None) or heads
     halves = trained.reshape(heads, 2, -1, trained.shape[1])
     pairs = trained.reshape(heads, -1, 2, trained.shape[1])
-    orders = [one.transpose(1, 2).reshape(trained.shape) for one in (halves, pairs)]
+    orders = [order.transpose(1, 2).reshape(trained.shape) for order in (halves, pairs)]
     return any(_distance(order, served) <= tolerance for order in orders)
 
 
