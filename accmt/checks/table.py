@@ -138,7 +138,7 @@ def require_module(module: Any, function: str) -> None:
         case str() | PathLike() | tuple():
             make = 'from_hf(path, "AutoModelForCausalLM"), or from_hps(path) for hyper-parameters'
             do = f"module = AcceleratorModule.{make}; trainer.{function}(module, data)"
-        case Dataset() | DataLoader() | Sized():  # a dataset of `datasets` is none of torch's
+        case Dataset() | Sized():  # a dataset of `datasets` is none of torch's
             do = f"trainer.{function}(module, data): the module comes first"
     raise fail(ModuleContractError, where, got=type(module).__name__, expected="an AcceleratorModule", do=do)
 

@@ -212,6 +212,10 @@ class ParallelismOptions(Options):
             do = f'parallelism={{"ddp": {dict(self.ddp)!r}}}, or leave "ddp" out to shard the model'
             raise_wrong_value(name, self.to_dict(), "`ddp`, or how the model is sharded", do)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values that differ from their defaults; `fsdp` alone too, since no values mean no sharding."""
+        return super().to_dict() or {"fsdp": True}
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunningSettings(Group):

@@ -31,6 +31,7 @@ def round_trip(trainer):
         {"grad_accumulation_steps": {0: 2}, "collate_fn": [len], "sampler": [1, 0]},
         {"log_with": "tensorboard", "tensorboard": {"flush_secs": 1}, "tags": ["a"]},
         {"checkpoint_every": None, "verbose": False, "tracker_options": {"config": {"a": 1}}},
+        {"parallelism": {"fsdp": True}},
     ],
     ids=lambda arguments: ",".join(arguments) or "defaults",
 )
