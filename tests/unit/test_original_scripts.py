@@ -180,7 +180,6 @@ SCRIPTS = {
                 "multiple_checkpoints=True",
                 'checkpoint_options={"max_checkpoints": 3}',
             ),
-            ("write def on_evaluation_start(self)", "before_eval", "on_evaluation_start"),
         ],
     ),
 }
