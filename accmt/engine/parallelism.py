@@ -200,7 +200,7 @@ def _mesh_of(config: ParallelismConfig | None) -> tuple[int, int, int] | None:
 def _of_argument(requested: ParallelismOptions) -> Parallelism:
     from accelerate.parallelism_config import ParallelismConfig
 
-    source = f"Trainer(parallelism={requested.to_dict() or {'fsdp': True}!r})"
+    source = f"Trainer(parallelism={requested.to_dict()!r})"
     sizes: dict[str, Any] = {}
     for name, size_name in _SIZES.items():
         size = getattr(requested, name)
