@@ -88,6 +88,7 @@ def tokenizer(tmp_path_factory):
 
 
 @each("name", COLLATORS)
+@pytest.mark.filterwarnings("ignore:Deprecated in 0.9.0:DeprecationWarning")  # tokenizers, from older transformers
 def test_a_collator_finds_encodings_in_tuples_lists_and_dicts(name, tokenizer):
     collate = pickle.loads(pickle.dumps(getattr(accmt, name)(tokenizer)))  # for worker processes
     samples = []
