@@ -120,7 +120,7 @@ def _find_results(run: Run, folder: Path) -> dict[str, Any]:
     results = []
     task_name = TASK_TAG_TO_NAME_MAPPING.get(task, task.replace("-", " ").title())
     for key, loader in run.val_loaders.items():
-        # Sets are told apart by their type, configuration and split.
+        # The Hub identifies a set by its type, configuration and split.
         dataset = _find_dataset(loader.source.dataloader.dataset)
         dataset = dataset or {"dataset_type": "unknown", "dataset_split": key or "validation"}
         dataset["dataset_name"] = key or dataset["dataset_type"].replace("unknown", "validation")

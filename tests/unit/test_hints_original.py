@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import importlib
+import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, MutableSequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +129,11 @@ def test_attributes_that_have_another_name_here_have_its_value():
     assert state.is_end_of_epoch == state.is_last_training_batch
     assert state.additional_metrics == {"0": {"valid_loss": state.metrics["val_loss"]}}
     assert trainer.log_artifact == trainer.run.module.log_artifact
+    module, data = trainer.run.module, make_points(4)
+    assert trainer.evaluate_on_validation(module, data, "first.json") == trainer.validate(module, data)
+    assert trainer.evaluate_on_test(module, data) == trainer.test(module, data)
+    assert json.loads(Path("results.json").read_text())
+    assert Path("first.json").exists()
 
 
 @each(("kind", "name"), [(kind, name) for kind, names in ATTRIBUTES.items() for name in names])

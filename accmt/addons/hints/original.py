@@ -99,8 +99,6 @@ _OF_TRAINER = {
     "args": "trainer.settings, or trainer.hps",
     "create_model_card": "leave it out: each model folder has a model card, README.md",
     "eval_dataset": "trainer.val_dataloaders",
-    "evaluate_on_test": "trainer.test(module, data)",
-    "evaluate_on_validation": "trainer.validate(module, data)",
     "get_eval_dataloader": "trainer.val_dataloaders",
     "get_train_dataloader": "trainer.train_dataloader",
     "hyperparameter_search": "accmt.HyperParameterSearch",
@@ -213,12 +211,28 @@ def group_by_set(metrics: Mapping[str, float], loss: str = "val_loss") -> dict[s
     return by_set
 
 
+def _evaluating(function: Callable[..., dict[str, float]]) -> Callable[..., dict[str, float]]:
+    """Return `trainer.test` or `trainer.validate` with the original's arguments, which always write the results."""
+
+    def evaluate(
+        module: Any,
+        dataset: Any,
+        results_output: str | None = "results.json",
+        verbose: bool = True,  # noqa: FBT001, FBT002 - the original's signature is positional
+    ) -> dict[str, float]:
+        return function(module, dataset, verbose=verbose, results_output=results_output)
+
+    return evaluate
+
+
 FORMER: Mapping[str, Mapping[str, Callable[[Any], Any]]] = {
     "TrainingState": {
         "additional_metrics": lambda state: group_by_set(state.metrics),
         "is_end_of_epoch": lambda state: state.is_last_training_batch,
     },
     "Trainer": {
+        "evaluate_on_test": lambda trainer: _evaluating(trainer.test),
+        "evaluate_on_validation": lambda trainer: _evaluating(trainer.validate),
         "log_artifact": lambda trainer: trainer.run.module.log_artifact,
         "log_artifacts": lambda trainer: trainer.run.module.log_artifacts,
     },
